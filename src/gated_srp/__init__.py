@@ -1,0 +1,31 @@
+"""Gated Spatial Redundancy Projection for whole-slide pathology transformers.
+
+Names are resolved on first use (PEP 562), so that the command line's ``--help`` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["GatedSRP", "PatchGraph", "UserError", "__version__", "attach", "trace"]
+
+if TYPE_CHECKING:
+    from gated_srp.attach import attach
+    from gated_srp.errors import UserError
+    from gated_srp.srp import GatedSRP, PatchGraph, trace
+
+_HOMES = {
+    "GatedSRP": "gated_srp.srp.module",
+    "PatchGraph": "gated_srp.srp.graph",
+    "UserError": "gated_srp.errors",
+    "attach": "gated_srp.attach.handle",
+    "trace": "gated_srp.srp.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gated_srp' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # a submodule of the same name must not shadow the function
+    return value

@@ -1,0 +1,56 @@
+"""The command line. Commands are thin: they parse, import what they need, call one function, print.
+
+Nothing heavy is imported at the top of this package: ``gated-srp --help`` must answer at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gated_srp import __version__
+from gated_srp.cli import models
+from gated_srp.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Gated Spatial Redundancy Projection for whole-slide pathology.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gated-srp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+# One line a command, in the order of a user's day.
+app.command("convert")(models.convert)
+
+
+def main() -> None:
+    """Entry point: a user's mistake ends with one message and exit status 2, never a traceback."""
+    try:
+        app()
+    except UserError as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        if "--debug" in sys.argv or (error.name or "").startswith("gated_srp"):
+            raise
+        typer.secho(
+            f"error: this command needs the package {error.name!r}. Install it with: pip install 'gated-srp[train]'", fg="red", err=True
+        )
+        raise SystemExit(2) from None

@@ -1,0 +1,277 @@
+"""Which patches are neighbours: a list of lists, built once per bag.
+
+Shapes: B bags, N patches, L rows (patches and rows without neighbours), E neighbour entries, C channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gated_srp.errors import UserError
+from gated_srp.srp.projection import neighbour_mean, wide
+
+_CHUNK = 1024  # rows of a pass over wide features: the working set stays in the processor's cache
+_FEWEST = 0.1  # mean neighbour count below which a bag of at least _JUDGED patches is refused
+_JUDGED = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PatchGraph:
+    """Neighbour lists of one bag, or of several bags laid out as one flat graph over B * L rows.
+
+    Row i has the neighbours ``neighbours[offsets[i]:offsets[i + 1]]``; a row without any (CLS, padding, a lone patch) has
+    r_hat = 0 and passes through the correction unchanged, so no mask of real rows exists anywhere.
+    """
+
+    neighbours: Tensor  # (E,) int64, row numbers
+    offsets: Tensor  # (B * L + 1,) int64
+    homogeneity: Tensor  # (B * L,) float32, mean cosine of the raw features to the neighbours'
+    window: int = 3
+    lengths: tuple[int, ...] = (0,)  # patches of each bag
+    before: int = 0  # rows without neighbours in front of each bag's patches
+
+    @classmethod
+    def from_coords(
+        cls,
+        coords: Tensor,
+        features: Tensor | None = None,
+        *,
+        stride: float | None = None,
+        window: int = 3,
+        lattice: Literal["floor", "exact"] = "floor",
+    ) -> Self:
+        """The graph of one bag.
+
+        ``coords`` (N, 2): pixels, microns, anything with a ``stride`` (inferred from the coordinates where None).
+        ``features`` (N, C): raw patch features for the homogeneity; None makes it zero.
+        ``floor``: cell = coords // stride, a cell belongs to its first patch (as published).
+        ``exact``: every patch within stride / 8 of a lattice offset counts, for lattices that start anew in each tissue region.
+
+        >>> PatchGraph.from_coords(torch.tensor([[0, 0], [512, 0], [0, 512], [9216, 9216]])).neighbour_count.tolist()
+        [2, 2, 2, 0]
+        """
+        _check(coords, features, window, lattice)
+        step = infer_stride(coords) if stride is None else float(stride)
+        if not step > 0 or step == float("inf"):
+            raise UserError(f"stride is {stride}: expected a positive number, the distance between neighbouring patches.")
+        accept = _floor_cells if lattice == "floor" else _near_offsets
+        neighbours, counts = accept(coords, step, window // 2)
+        _check_density(counts, coords, step)
+        graph = cls(neighbours, _offsets(counts), torch.zeros_like(counts, dtype=torch.float32), window, (len(coords),))
+        return graph if features is None else graph.with_features(features)
+
+    @classmethod
+    def from_grid(cls, height: int, width: int, *, window: int = 3) -> Self:
+        """The graph of a full rectangular grid of tokens, row by row (an image transformer)."""
+        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        return cls.from_coords(torch.stack([x, y], -1).reshape(-1, 2), stride=1, window=window)
+
+    @classmethod
+    def batch(cls, graphs: Sequence["PatchGraph"]) -> Self:
+        """Several graphs of patches as one: each bag is filled up with rows without neighbours to the longest."""
+        if any(g.before or len(g.lengths) != 1 or g.num_rows != g.lengths[0] for g in graphs) or not graphs:
+            raise UserError("PatchGraph.batch: expected one or more graphs of patches alone (from from_coords or from_grid).")
+        if len({g.window for g in graphs}) != 1:
+            raise UserError(f"PatchGraph.batch: windows differ ({sorted({g.window for g in graphs})}); build all graphs with one window.")
+        rows = max(g.num_rows for g in graphs)
+        full = [g.with_isolated(after=rows - g.num_rows) for g in graphs]
+        starts = [sum(len(g.neighbours) for g in full[:i]) for i in range(len(full))]
+        return cls(
+            torch.cat([g.neighbours + i * rows for i, g in enumerate(full)]),
+            torch.cat([full[0].offsets[:1], *(g.offsets[1:] + s for g, s in zip(full, starts, strict=True))]),
+            torch.cat([g.homogeneity for g in full]),
+            graphs[0].window,
+            tuple(g.lengths[0] for g in graphs),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, B * L."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_bags(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def most_neighbours(self) -> int:
+        """K = n * n - 1, the neighbours of a patch inside tissue."""
+        return self.window**2 - 1
+
+    @property
+    def neighbour_count(self) -> Tensor:
+        """m_i of each row, (B * L,)."""
+        return self.offsets.diff()
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Eq. 6 over these lists: (B * L, C) -> (B * L, C)."""
+        return neighbour_mean(rows, self.neighbours, self.offsets)
+
+    def with_isolated(self, before: int = 0, after: int = 0) -> Self:
+        """Rows without neighbours in front of (CLS, registers) and behind (padding) each bag's rows."""
+        if not before and not after:
+            return self
+        bags, rows = self.num_bags, self.num_rows // self.num_bags
+        counts = F.pad(self.neighbour_count.view(bags, rows), (before, after)).flatten()
+        shift = before + torch.div(self.neighbours, rows, rounding_mode="floor") * (before + after) if bags > 1 else before
+        return replace(
+            self,
+            neighbours=self.neighbours + shift,
+            offsets=_offsets(counts),
+            homogeneity=F.pad(self.homogeneity.view(bags, rows), (before, after)).flatten(),
+            before=self.before + before,
+        )
+
+    def with_features(self, features: Tensor) -> Self:
+        """The same lists with h_local of these raw features, (B * L, C)."""
+        return replace(self, homogeneity=homogeneity(features, self.neighbours, self.offsets))
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(
+            self,
+            neighbours=self.neighbours.to(device, non_blocking=True),
+            offsets=self.offsets.to(device, non_blocking=True),
+            homogeneity=self.homogeneity.to(device, non_blocking=True),
+        )
+
+    def patches(self, values: Tensor) -> Tensor:
+        """Patch columns alone: (B, H, L) -> (H, N) for one bag, (B, H, longest) for several (shorter bags end in padding)."""
+        kept = values[..., self.before : self.before + max(self.lengths)]
+        return kept[0] if self.num_bags == 1 else kept
+
+
+def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
+    """h_local: mean over neighbours of cos(phi_i, phi_j) = <phi_i / |phi_i|, mean of phi_j / |phi_j|>; 0 without neighbours.
+
+    ``features`` (L, C) -> (L,). A zero feature has cosine 0 to everything.
+    """
+    rows = wide(features.detach())
+    norms = torch.linalg.vector_norm(rows, dim=-1)  # (L,)
+    if not torch.isfinite(norms).all():
+        bad = (~torch.isfinite(norms)).nonzero().flatten()
+        raise UserError(
+            f"features: {len(bad)} of {len(norms)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}. "
+            "Drop those rows together with their coordinates, or extract the slide again."
+        )
+    units = rows * torch.where(norms > 0, 1 / norms, 0.0).unsqueeze(-1)  # (L, C)
+    out = torch.empty_like(norms)
+    for start in range(0, len(norms), _CHUNK):
+        stop = min(start + _CHUNK, len(norms))
+        mean = neighbour_mean(units, neighbours[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start])
+        torch.linalg.vecdot(units[start:stop], mean, out=out[start:stop])
+    return out.float()
+
+
+def infer_stride(coords: Tensor) -> float:
+    """The most frequent distance between successive patches of a row or a column.
+
+    >>> infer_stride(torch.tensor([[0, 0], [512, 0], [1024, 0], [0, 512]]))
+    512.0
+    """
+    gaps = []
+    for a, b in ((0, 1), (1, 0)):  # gaps in a among patches that share b
+        order = coords[:, a].argsort(stable=True)
+        order = order[coords[order, b].argsort(stable=True)]
+        run = coords[order]
+        gap = run[1:, a] - run[:-1, a]
+        gaps.append(gap[(run[1:, b] == run[:-1, b]) & (gap > 0)])
+    found = torch.cat(gaps)
+    if not len(found):
+        raise UserError(
+            f"stride: cannot be inferred, since no two of the {len(coords)} patches share a row or a column. "
+            "Pass stride=, the distance between neighbouring patches in the units of coords."
+        )
+    if not found.is_floating_point():
+        return float(found.mode().values)
+    # Microns carry rounding noise: count in steps of 1 %, then take the middle of what fell into the fullest step.
+    bins = (found.double().log() / 0.01).round()
+    near = (bins - bins.mode().values).abs() <= 1
+    return float(found[near].median())
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0))
+
+
+def _compact(cells: Tensor, radius: int) -> Tensor:
+    """Renumber cells so that gaps wider than any window shrink to radius + 1: keys then fit int64 for any coordinates."""
+    values, inverse = torch.unique(cells, return_inverse=True)
+    steps = values.diff().clamp(1, radius + 1)  # an overflowing difference is negative: still a wide gap
+    steps = torch.where(values.diff() < 1, radius + 1, steps)
+    return F.pad(steps.cumsum(0), (1, 0)).long()[inverse]
+
+
+def _candidates(cells: Tensor, listed: Tensor, radius: int) -> tuple[Tensor, Tensor]:
+    """All pairs (row, listed patch) whose cells lie within the radius, ordered by row: two (P,) tensors of patch numbers.
+
+    Cells are sorted by one key, so the cells (x + dx, y - radius ... y + radius) are one run found by binary search.
+    """
+    x, y = (_compact(cells[:, i], radius) for i in (0, 1))
+    pitch = int(y.max()) + 2 * radius + 1
+    key = x * pitch + y + radius  # (N,); the margin keeps a window from wrapping into the next column
+    order = listed[key[listed].argsort(stable=True)]
+    columns = torch.arange(-radius, radius + 1, device=cells.device) * pitch
+    middle = key.unsqueeze(1) + columns  # (N, 2 * radius + 1)
+    first = torch.searchsorted(key[order], middle - radius)
+    counts = (torch.searchsorted(key[order], middle + radius, right=True) - first).flatten()
+    ends = counts.cumsum(0)
+    within = torch.arange(int(ends[-1]), device=cells.device) - (ends - counts).repeat_interleave(counts)
+    rows = torch.arange(len(cells), device=cells.device).repeat_interleave(counts.view(len(cells), -1).sum(1))
+    return rows, order[first.flatten().repeat_interleave(counts) + within]
+
+
+def _floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
+    """Lattice `floor`: neighbours are the first patches of the other cells of the window."""
+    whole = not coords.is_floating_point() and stride.is_integer()
+    cells = torch.div(coords if whole else coords.double(), int(stride) if whole else stride, rounding_mode="floor").long()
+    _, inverse = torch.unique(cells, dim=0, return_inverse=True)
+    numbers = torch.arange(len(cells), device=coords.device)
+    first = torch.full_like(numbers, len(cells)).scatter_reduce(0, inverse, numbers, "amin")
+    listed = first[first < len(cells)]
+    rows, found = _candidates(cells, listed.sort().values, radius)
+    other = inverse[rows] != inverse[found]
+    return found[other], torch.bincount(rows[other], minlength=len(cells))
+
+
+def _near_offsets(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
+    """Lattice `exact`: neighbours are all patches within stride / 8 of a lattice offset, the offset (0, 0) excepted."""
+    cells = torch.div(coords.double(), stride, rounding_mode="floor").long()
+    rows, found = _candidates(cells, torch.arange(len(cells), device=coords.device), radius + 1)
+    steps = (coords[found] - coords[rows]).double() / stride  # (P, 2)
+    nearest = steps.round()
+    hit = ((steps - nearest).abs() <= 1 / 8).all(1) & (nearest.abs() <= radius).all(1) & (nearest != 0).any(1)
+    return found[hit], torch.bincount(rows[hit], minlength=len(cells))
+
+
+def _check(coords: Tensor, features: Tensor | None, window: int, lattice: str) -> None:
+    if coords.ndim != 2 or coords.shape[1] != 2 or len(coords) == 0:
+        raise UserError(f"coords: shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner.")
+    if coords.is_floating_point() and not torch.isfinite(coords).all():
+        raise UserError("coords: some are NaN or infinite. Every patch needs a position: drop those patches or extract the slide again.")
+    if features is not None and (features.ndim != 2 or len(features) != len(coords)):
+        raise UserError(
+            f"features: shape {tuple(features.shape)} for {len(coords)} coordinates, expected ({len(coords)}, C). "
+            "The two do not belong to the same slide file, or a batch axis is left."
+        )
+    if window < 3 or window % 2 == 0:
+        raise UserError(f"window is {window}: expected an odd number from 3 on (3 gives 8 neighbours, 5 gives 24, 7 gives 48).")
+    if lattice not in ("floor", "exact"):
+        raise UserError(f"lattice is {lattice!r}: expected 'floor' (as published) or 'exact' (tolerant of several lattices).")
+
+
+def _check_density(counts: Tensor, coords: Tensor, stride: float) -> None:
+    """A stride that leaves nobody with neighbours would switch the correction off without a word."""
+    if len(counts) < _JUDGED or float(counts.double().mean()) >= _FEWEST:
+        return
+    try:
+        observed = f"successive patches of a row or column are mostly {infer_stride(coords):g} apart"
+    except UserError:
+        observed = "no two patches share a row or a column"
+    raise UserError(
+        f"stride {stride:g} leaves {float(counts.double().mean()):.3f} neighbours a patch on average, so Gated SRP would do nothing; {observed}. "
+        "Pass the distance between neighbouring patches in the units of coords, or leave stride out to have it inferred."
+    )
