@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 __all__ = ["GatedSRP", "PatchGraph", "UserError", "__version__", "attach", "trace"]
 
 if TYPE_CHECKING:
-    from gated_srp.attach import attach
+    from gated_srp.foreign import attach
     from gated_srp.errors import UserError
     from gated_srp.srp import GatedSRP, PatchGraph, trace
 
@@ -18,7 +18,7 @@ _HOMES = {
     "GatedSRP": "gated_srp.srp.module",
     "PatchGraph": "gated_srp.srp.graph",
     "UserError": "gated_srp.errors",
-    "attach": "gated_srp.attach.handle",
+    "attach": "gated_srp.foreign.handle",
     "trace": "gated_srp.srp.trace",
 }
 

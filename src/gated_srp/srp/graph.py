@@ -126,6 +126,12 @@ class PatchGraph:
             before=self.before + before,
         )
 
+    def first_rows(self) -> Self:
+        """The graph of each bag's first row alone (CLS), which has no neighbours."""
+        none = self.neighbours[:0]
+        offsets = torch.zeros_like(self.offsets[: self.num_bags + 1])
+        return replace(self, neighbours=none, offsets=offsets, homogeneity=self.homogeneity[: self.num_bags] * 0, lengths=(0,) * self.num_bags)
+
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C)."""
         return replace(self, homogeneity=homogeneity(features, self.neighbours, self.offsets))

@@ -3,6 +3,8 @@
 Shapes: L rows, E neighbour entries, C channels, D head width; ``...`` any leading axes.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,3 +93,96 @@ def project(y: Tensor, axis: Tensor, beta: Tensor) -> Tensor:
     """
     result: Tensor = _Project.apply(y, axis, beta.to(axis.dtype))  # type: ignore[no-untyped-call]
     return result
+
+
+class _CorrectedLinear(torch.autograd.Function):
+    """project + linear in row chunks; the corrected rows are recomputed in backward instead of kept.
+
+    Of what the attention does not hold anyway (y, v, the weight) it keeps three numbers a row and head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        measured: "Measured",
+        axis_of: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        scaled = measured.component * measured.scale
+        ctx.save_for_backward(y, v, beta, weight, measured.component, measured.scale)
+        ctx.axis_of, ctx.biased = axis_of, bias is not None
+        out = y.new_empty(len(y), len(weight))
+        for rows in chunks(len(y)):
+            z = remove(y[rows], measured.axis[rows], (beta * scaled)[rows])  # (chunk, H, D)
+            _linear_out(z.flatten(1), weight, bias, out[rows])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, v, beta, weight, component, scale = ctx.saved_tensors
+        (dout,) = grads
+        axis = ctx.axis_of(v)  # (R, H, D), not normalised: `scale` is 1 / |axis|
+        dy, dbeta = torch.empty_like(y), torch.empty_like(beta)
+        dweight = weight.new_zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for rows in chunks(len(y)):
+            z = remove(y[rows], axis[rows], (beta * component * scale)[rows]).flatten(1)  # (chunk, C)
+            dweight += dout[rows].t() @ z
+            dz = (dout[rows] @ weight).view_as(y[rows])
+            slope = along(dz, axis[rows]) * scale[rows]
+            dy[rows] = remove(dz, axis[rows], (beta * scale)[rows] * slope)
+            dbeta[rows] = -component[rows] * slope
+        dbias = dout.sum(0) if ctx.biased else None
+        return dy, None, dbeta, dweight.to(weight.dtype), dbias, None, None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a correction measures before it decides: the axis (R, H, D), not normalised, and per row and head
+    scale = 1 / |axis| (0 for a zero axis), component = <y, axis / |axis|> and norm = |y|, each (R, H)."""
+
+    axis: Tensor
+    scale: Tensor
+    component: Tensor
+    norm: Tensor
+
+
+def measure(y: Tensor, axis: Tensor) -> Measured:
+    """Eq. 4's component and the lengths behind Eq. 10 in one pass over row chunks, not differentiated."""
+    with torch.no_grad():
+        scale, component, norm = (torch.empty(y.shape[:-1], dtype=axis.dtype, device=y.device) for _ in range(3))
+        for rows in chunks(len(y)):
+            part, here = wide(y[rows]), axis[rows]
+            square = (here * here).sum(-1)
+            scale[rows] = torch.where(square > 0, square.rsqrt(), 0.0)
+            torch.mul(along(part, here), scale[rows], out=component[rows])
+            torch.linalg.vector_norm(part, dim=-1, out=norm[rows])
+        return Measured(axis, scale, component, norm)
+
+
+def corrected_linear(
+    y: Tensor, v: Tensor, beta: Tensor, linear: tuple[Tensor, Tensor | None], measured: Measured, axis_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """linear(project(y, unit(axis_of(v)), beta)) for an axis that gets no gradient: (R, H, D) -> (R, O).
+
+    ``axis_of(v)`` gives the axis again in backward, when `measured` is gone.
+    """
+    weight, bias = linear
+    result: Tensor = _CorrectedLinear.apply(y, v, beta, weight, bias, measured, axis_of)  # type: ignore[no-untyped-call]
+    return result
+
+
+def chunks(rows: int, size: int = 1024) -> Iterator[slice]:
+    """Slices over the rows, small enough that a pass over them stays in the processor's cache."""
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _linear_out(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)

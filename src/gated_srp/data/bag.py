@@ -1,0 +1,64 @@
+"""A slide file becomes a `Bag`: the features and positions of its patches.
+
+Shapes: N patches, C channels.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gated_srp.errors import UserError
+
+Unit = Literal["px", "um"]
+
+
+class BagError(UserError):
+    """A feature file that cannot be used; ``kind`` is the machine-readable reason, for reports over many files.
+
+    Kinds: missing, symlink_loop, unreadable, zero_bytes, not_hdf5, not_zip, not_torch, unknown_format, truncated, unsafe_pickle,
+    external_link, oversized, missing_filter, needs_package, locked, no_features, no_coords, several_encoders, wrong_encoder,
+    slide_embedding, wrong_rank, wrong_dtype, row_mismatch, bad_coords, no_stride, empty.
+    """
+
+    def __init__(self, kind: str, path: Path, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.kind = kind
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the way back from a worker process."""
+        return BagError, (self.kind, self.path, str(self).removeprefix(f"{self.path}: "))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BagHeader:
+    """All that a feature file says about a slide, the feature array itself excepted."""
+
+    path: Path
+    shape: tuple[int, int]  # (N, C) of the features
+    dtype: torch.dtype  # of the features as a Bag has them
+    coords: Tensor  # (N, 2) x and y of each patch's top-left corner: int64 level-0 pixels, or float64 microns
+    stride: float  # distance between neighbouring patches, in the unit of coords
+    stride_source: str  # where the stride comes from and whether the coordinates agree
+    unit: Unit
+    encoder: str | None  # canonical name
+    patch_size_level0: float | None = None  # side of a patch in level-0 pixels; with overlap larger than the stride
+    wsi_path: Path | None = None  # the slide image, as the extractor noted it
+    level0_size: tuple[int, int] | None = None  # width and height of the slide image
+    mpp: float | None = None  # microns a pixel of level 0
+    magnification: float | None = None  # of level 0
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Bag(BagHeader):
+    """One slide: ``features`` (N, C) as stored (float16, bfloat16, float32; float64 becomes float32), row i at ``coords[i]``."""
+
+    features: Tensor
+
+    def nonfinite_rows(self) -> Tensor:
+        """Numbers of the rows that hold NaN or infinity, (number of them,)."""
+        return (~torch.isfinite(self.features).all(1)).nonzero().flatten()

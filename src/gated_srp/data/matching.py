@@ -1,0 +1,161 @@
+"""Which feature file belongs to which slide of the table.
+
+Ids are compared with the listing of files that were found and never joined to a folder: an id such as ``../x`` can
+name nothing outside that listing.
+"""
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path, PurePosixPath
+
+FEATURE_ENDINGS = (".h5", ".hdf5", ".pt", ".pth", ".npz", ".npy", ".safetensors", ".zarr")
+SLIDE_ENDINGS = (
+    ".svs .tif .tiff .ndpi .mrxs .scn .dcm .vms .vmu .svslide .bif .czi .png .jpg .jpeg".split()  # fmt: skip
+)
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Every slide is in exactly one of ``found``, ``missing``, ``several`` and the values of ``shared``."""
+
+    found: dict[str, Path]
+    missing: tuple[str, ...]
+    several: dict[str, tuple[Path, ...]]  # one slide, several files
+    shared: dict[Path, tuple[str, ...]]  # one file, several slides
+    unused: tuple[Path, ...]
+
+    def report(self) -> tuple[str, ...]:
+        """Every slide that cannot be used, one line each, after a line of counts."""
+        bad = len(self.missing) + len(self.several) + sum(map(len, self.shared.values()))
+        lines = [f"{len(self.found)} slides matched to files, {bad} not; {len(self.unused)} files unused"]
+        lines += [f"{slide}: no file of this name" for slide in self.missing]
+        lines += [
+            f"{slide}: {len(files)} files fit ({', '.join(map(str, files))}); keep one, or name the folder more exactly"
+            for slide, files in self.several.items()
+        ]
+        lines += [
+            f"{', '.join(slides)}: all fit one file, {file}; correct the table" for file, slides in self.shared.items()
+        ]
+        return tuple(lines)
+
+
+def slide_stem(name: str | Path) -> str:
+    """The name without folders and without the endings of feature and slide files; dots inside a name stay.
+
+    >>> slide_stem("feats/TCGA-3Z-A93Z-01Z-00-DX1.79F4D1A6.svs.h5")
+    'TCGA-3Z-A93Z-01Z-00-DX1.79F4D1A6'
+    """
+    stem = _parts(name)[-1]
+    for endings in (FEATURE_ENDINGS, SLIDE_ENDINGS):
+        stem = next((stem[: -len(end)] for end in endings if stem.lower().endswith(end) and stem[: -len(end)]), stem)
+    return stem
+
+
+def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:
+    """Match by stem, then by stem without TRIDENT's ``_patches``, then by unique prefix; case only breaks ties.
+
+    A file that one slide names in full is out of reach of another slide's prefix.
+    """
+    paths = sorted(Path(file) for file in files)
+    slides = list(dict.fromkeys(slides))
+    claims: dict[str, tuple[Path, ...]] = {}
+    for look_up in (_by_stem, _by_trimmed_stem, _by_prefix, _by_tcga_name):
+        taken = {path for claimed in claims.values() for path in claimed}
+        open_slides = [slide for slide in slides if slide not in claims]
+        claims |= look_up(open_slides, [path for path in paths if path not in taken])
+
+    owners: dict[Path, list[str]] = defaultdict(list)
+    for slide in slides:
+        if len(claims.get(slide, ())) == 1:
+            owners[claims[slide][0]].append(slide)
+    taken = {path for claimed in claims.values() for path in claimed}
+    return Matches(
+        found={names[0]: path for path, names in owners.items() if len(names) == 1},
+        missing=tuple(slide for slide in slides if slide not in claims),
+        several={slide: claimed for slide, claimed in claims.items() if len(claimed) > 1},
+        shared={path: tuple(names) for path, names in owners.items() if len(names) > 1},
+        unused=tuple(path for path in paths if path not in taken),
+    )
+
+
+def files_of_cases(cases: Iterable[str], files: Iterable[str | Path]) -> dict[str, tuple[Path, ...]]:
+    """For each patient the files whose name starts with the patient's id; a file goes to the longest id that fits.
+
+    >>> files_of_cases(["P1", "P10"], ["P1_a.h5", "P10_a.h5"])["P1"]
+    (PosixPath('P1_a.h5'),)
+    """
+    ids = {_key(case): case for case in cases}
+    owned: dict[str, list[Path]] = {case: [] for case in ids.values()}
+    for path in sorted(Path(file) for file in files):
+        stem = _key(path)
+        heads = [stem] + [stem[: cut.start()] for cut in reversed(list(re.finditer(r"[^a-z0-9]", stem)))]
+        owner = next((ids[head] for head in heads if head in ids), None)
+        if owner is not None:
+            owned[owner].append(path)
+    return {case: tuple(paths) for case, paths in owned.items()}
+
+
+def _parts(name: str | Path) -> list[str]:
+    """Components of a path written on any system; never empty."""
+    return [part for part in re.split(r"[\\/]", str(name)) if part] or [str(name)]
+
+
+def _key(name: str | Path) -> str:
+    return slide_stem(name).casefold()
+
+
+def _nearest(slide: str, paths: Sequence[Path]) -> tuple[Path, ...]:
+    """Of several fitting files, those that also agree in the folders that the id names, and in case."""
+    folders = [part.casefold() for part in _parts(slide)[:-1]]
+    for fits in (
+        lambda path: (
+            bool(folders) and [p.casefold() for p in PurePosixPath(path).parts[:-1]][-len(folders) :] == folders
+        ),
+        lambda path: slide_stem(path) == slide_stem(slide),
+    ):
+        narrowed = [path for path in paths if fits(path)]
+        paths = narrowed or paths
+    return tuple(paths)
+
+
+def _by_key(
+    slides: Sequence[str], paths: Sequence[Path], key: Callable[[str | Path], str]
+) -> dict[str, tuple[Path, ...]]:
+    index: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        index[key(path)].append(path)
+    return {slide: _nearest(slide, index[key(slide)]) for slide in slides if key(slide) in index}
+
+
+def _by_stem(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+    return _by_key(slides, paths, _key)
+
+
+def _by_trimmed_stem(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+    return _by_key(slides, paths, lambda name: _key(name).removesuffix("_patches"))
+
+
+def _by_prefix(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+    """The file's stem goes on after the id with a sign that is no letter or digit: ``s_1`` is not ``s_10``."""
+    keyed = sorted((_key(path), path) for path in paths)
+    keys = [key for key, _ in keyed]
+    claims: dict[str, tuple[Path, ...]] = {}
+    for slide in slides:
+        key = _key(slide)
+        first = bisect_left(keys, key)
+        run = takewhile(lambda i, key=key: keys[i].startswith(key), range(first, len(keys)))  # type: ignore[misc]
+        fitting = tuple(keyed[i][1] for i in run if not keys[i][len(key) :][:1].isalnum())
+        if fitting:
+            claims[slide] = fitting
+    return claims
+
+
+def _by_tcga_name(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+    """A TCGA id with its UUID, files named without it."""
+    tcga = [slide for slide in slides if _key(slide).startswith("tcga-")]
+    short = [path for path in paths if "." not in _key(path)]  # another UUID is another slide
+    return _by_key(tcga, short, lambda name: _key(name).removesuffix("_patches").split(".")[0])

@@ -1,0 +1,110 @@
+"""A table file as a frame of text: csv, tsv, xlsx, parquet.
+
+Text, because a label may spell a missing-value word: only an empty cell is missing.
+"""
+
+import difflib
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from gated_srp.errors import UserError
+
+_TEXT: dict[str, Any] = {"dtype": str, "keep_default_na": False, "na_values": [""]}
+
+
+def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The cells as stripped text (missing where empty), and notes to print. The index is the row's number in the file."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such table. Expected a .csv, .tsv, .xlsx or .parquet file; correct `table`.")
+    try:
+        frame, notes = _read(path, sheet)
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 text ({error.reason}). Save the table again as 'CSV UTF-8' or as .xlsx."
+        ) from None
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: cannot be read as a table ({error}). Open it, check it, save it again.") from None
+    frame.columns = pd.Index([str(name).strip() for name in frame.columns])
+    frame = frame.apply(_as_text)
+    frame.index = pd.RangeIndex(2, len(frame) + 2)  # the header is row 1, as a spreadsheet shows it
+    frame = frame.dropna(how="all")
+    if frame.empty:
+        raise UserError(f"{path}: the table has no rows. Expected a header and one row a slide or a patient.")
+    return frame, notes
+
+
+def pick_column(frame: pd.DataFrame, name: str, where: str | Path) -> str:
+    """The column that the user named: exactly, or the only one that agrees apart from case and signs."""
+    if name in frame.columns:
+        return name
+    alike = [column for column in frame.columns if plain(column) == plain(name)]
+    if len(alike) == 1:
+        return alike[0]
+    near = difflib.get_close_matches(name, list(frame.columns), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"{where}: no column {name!r}.{hint} Columns: {', '.join(frame.columns)}.")
+
+
+def usual_columns(frame: pd.DataFrame, usual: Iterable[str]) -> list[str]:
+    """Columns under one of the usual names, in the order of those names."""
+    return [column for name in usual for column in frame.columns if plain(column) == name]
+
+
+def plain(name: str) -> str:
+    """A column's name without case and signs.
+
+    >>> plain("OS.time"), plain("Patient Id")
+    ('os_time', 'patient_id')
+    """
+    return re.sub(r"[^a-z0-9]+", "_", name.casefold()).strip("_")
+
+
+def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    ending = path.suffix.lower()
+    if ending in {".xlsx", ".xlsm"}:
+        with pd.ExcelFile(path, engine="openpyxl") as book:
+            names = [str(name) for name in book.sheet_names]
+            if sheet is not None and sheet not in names:
+                raise UserError(f"{path}: no sheet {sheet!r}. Sheets: {', '.join(names)}. Correct `sheet`.")
+            chosen = sheet or names[0]
+            others = (
+                ()
+                if sheet or len(names) == 1
+                else (f"{path.name}: first sheet {chosen!r} read; `sheet` names another of {names}",)
+            )
+            return pd.read_excel(book, sheet_name=chosen, **_TEXT), others
+    if sheet is not None:
+        raise UserError(f"{path}: `sheet` is given but only .xlsx files have sheets. Remove it.")
+    if ending == ".parquet":
+        return pd.read_parquet(path), ()
+    if ending in {".csv", ".tsv", ".txt"}:
+        frame = pd.read_csv(path, sep=_separator(path), encoding="utf-8-sig", skip_blank_lines=False, **_TEXT)
+        if not isinstance(frame.index, pd.RangeIndex):  # pandas then takes the first column for an index
+            raise UserError(f"{path}: its rows have more cells than the header. Name every column in the header.")
+        return frame, ()
+    raise UserError(
+        f"{path}: tables end in .csv, .tsv, .xlsx or .parquet, not {ending or 'nothing'!r}. Save it as one of these."
+    )
+
+
+def _separator(path: Path) -> str:
+    """Tab, semicolon (spreadsheets in much of Europe) or comma: the one most frequent in the header."""
+    with path.open(encoding="utf-8-sig") as file:
+        header = file.readline()
+    return max(",;\t", key=header.count)
+
+
+def _as_text(column: "pd.Series[Any]") -> "pd.Series[Any]":
+    """Cells as stripped text; whole numbers that a missing neighbour made floats lose their ``.0``."""
+    if pd.api.types.is_float_dtype(column) and (column.dropna() % 1 == 0).all():
+        column = column.astype("Int64")
+    text = column.astype(object).map(lambda cell: str(cell).strip(), na_action="ignore")
+    return text.where(text.notna() & (text != ""), None)

@@ -1,0 +1,151 @@
+"""One name an arm: a plain table of how each compared model is put together, and `build_model`."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from gated_srp.errors import UserError
+from gated_srp.models.attention import Attention, DenseAttention
+from gated_srp.models.block import Block, LastBlock
+from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
+from gated_srp.models.nystrom import NystromAttention
+from gated_srp.models.position import PPEG
+from gated_srp.models.slide import SlideTransformer, initialise
+from gated_srp.srp import (
+    Coefficient,
+    Direction,
+    FixedCoefficient,
+    GatedSRP,
+    NeighbourMean,
+    OwnValue,
+    RandomDirection,
+    ShuffledNeighbours,
+    SignedGate,
+    SlideMean,
+    kaiming,
+    nonnegative,
+    range_free,
+    xavier,
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an arm may ask of a model's size; the defaults are the paper's."""
+
+    dim: int = 384
+    depth: int = 4
+    num_heads: int = 6
+    num_landmarks: int = 64
+    delta: float = 1.0
+    hidden_dim: int = 64
+    drop_path: float = 0.1
+
+    def gate(self, **changes: Any) -> Coefficient:
+        return SignedGate(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too."""
+
+    attention: Callable[[Sizes, int], Attention]
+    coefficient: Callable[[Sizes], Coefficient] | None = None
+    direction: Callable[[Sizes], Direction] = lambda sizes: NeighbourMean()
+    last: bool = False
+    position: Callable[[int], PPEG] | None = PPEG
+
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
+        blocks = [self._block(sizes, number) for number in range(sizes.depth)]
+        position = None if self.position is None else self.position(sizes.dim)
+        return SlideTransformer(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
+
+    def _block(self, sizes: Sizes, number: int) -> Block:
+        last = number == sizes.depth - 1
+        correction = None
+        if self.coefficient is not None and (self.last or not last):
+            correction = GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
+        return (LastBlock if last else Block)(sizes.dim, self.attention(sizes, number), correction=correction)
+
+
+def _nystrom(sizes: Sizes, number: int) -> Attention:
+    return NystromAttention(sizes.dim, sizes.num_heads, num_landmarks=sizes.num_landmarks)
+
+
+def _differential(sizes: Sizes, number: int) -> Attention:
+    return DifferentialNystrom(sizes.dim, sizes.num_heads, depth=number, num_landmarks=sizes.num_landmarks)
+
+
+def _dense(sizes: Sizes, number: int) -> Attention:
+    return DenseAttention(sizes.dim, sizes.num_heads)
+
+
+def _dense_differential(sizes: Sizes, number: int) -> Attention:
+    return DifferentialAttention(sizes.dim, sizes.num_heads, depth=number)
+
+
+def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
+    return lambda sizes: FixedCoefficient(value)
+
+
+def _gate(**changes: Any) -> Callable[[Sizes], Coefficient]:
+    return lambda sizes: sizes.gate(**changes)
+
+
+_gated = partial(Arm, _nystrom)
+_vit4 = partial(Arm, _dense, position=None)
+
+ARMS: dict[str, Arm] = {
+    # the paper's comparison
+    "na": Arm(_nystrom),
+    "xsa": _gated(_fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
+    "diff": Arm(_differential),
+    "gated_srp": _gated(_gate()),
+    # fixed projection strength
+    "fixed_beta_minus1": _gated(_fixed(-1.0)),
+    "fixed_beta_1": _gated(_fixed(1.0)),
+    "fixed_beta_2": _gated(_fixed(2.0)),
+    # gate range, gradients, factorisation, initialisation
+    "gated_srp_sigmoid": _gated(_gate(bound=nonnegative)),
+    "gated_srp_range_free": _gated(_gate(bound=range_free)),
+    "gated_srp_live": _gated(_gate(live=True)),
+    "gated_srp_token_only": _gated(_gate(head=False)),
+    "gated_srp_head_only": _gated(_gate(hidden_dim=None)),
+    "gated_srp_no_bias": _gated(_gate(bias=False)),
+    "gated_srp_xavier": _gated(_gate(init=xavier)),
+    "gated_srp_kaiming": _gated(_gate(init=kaiming)),
+    # controls: the same gate on another axis
+    "axis_own_value": _gated(_gate(), direction=lambda sizes: OwnValue()),
+    "axis_slide_mean": _gated(_gate(), direction=lambda sizes: SlideMean()),
+    "axis_random": _gated(_gate(), direction=lambda sizes: RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)),
+    "axis_shuffled": _gated(_gate(), direction=lambda sizes: ShuffledNeighbours()),
+    # dense attention over variable lengths
+    "vit4": _vit4(),
+    "vit4_diff": Arm(_dense_differential, position=None),
+    "vit4_gated_srp": _vit4(_gate()),
+}
+
+
+def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **sizes: Any) -> SlideTransformer:
+    """The model of an arm, its start values from ``seed``; ``sizes`` are the fields of `Sizes`.
+
+    >>> model = build_model("gated_srp", in_dim=1536, num_outputs=4)
+    >>> sum(p.numel() for p in model.parameters()) - 3 * 351
+    7723780
+    """
+    if arm not in ARMS:
+        near = difflib.get_close_matches(arm, ARMS, n=1)
+        raise UserError(f"arm {arm!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} Arms: {', '.join(ARMS)}.")
+    known = {field.name for field in fields(Sizes)}
+    if unknown := sorted(set(sizes) - known):
+        raise UserError(f"build_model: unknown size {unknown[0]!r}, expected some of {', '.join(sorted(known))}.")
+    full = Sizes(**sizes)
+    with torch.random.fork_rng(devices=[]):  # constructors draw values that `initialise` replaces; nobody else's stream may notice
+        model = ARMS[arm].build(in_dim, num_outputs, full)
+    initialise(model, seed)
+    model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
+    return model

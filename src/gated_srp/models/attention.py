@@ -1,0 +1,96 @@
+"""Attention as the blocks see it, and the dense form.
+
+Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channels.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gated_srp.errors import UserError
+from gated_srp.srp import PatchGraph
+
+
+class Attention(nn.Module):
+    """Maps normalised rows (B, L, C) to head outputs y and values v, both (B, H, L, D); `out` merges the heads afterwards."""
+
+    num_heads: int
+    proj: nn.Linear
+
+    def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        """y and v of row 0 alone, (B, H, 1, D) each: what a head that reads CLS needs of the last block."""
+        raise NotImplementedError
+
+    def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
+        """Weights with which row 0 reads the values of all rows, (B, H, L)."""
+        raise NotImplementedError
+
+
+class FusedAttention(Attention):
+    """Queries, keys and values from one linear layer with bias."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def heads(self, x: Tensor, first: int = 0, last: int = 3) -> tuple[Tensor, ...]:
+        """Projections number first to last - 1 of (q, k, v), each (B, H, L, D)."""
+        dim = self.proj.in_features
+        rows = F.linear(x, self.qkv.weight[first * dim : last * dim], self.qkv.bias[first * dim : last * dim])
+        return tuple(split_heads(part, self.num_heads) for part in rows.chunk(last - first, dim=-1))
+
+
+class DenseAttention(FusedAttention):
+    """Softmax attention over all rows (Eq. 1); rows that pad a shorter bag are never attended to."""
+
+    def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        q, k, v = self.heads(x)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask(x, graph)), v
+
+    def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        (q,) = self.heads(x[:, :1], 0, 1)
+        k, v = self.heads(x, 1, 3)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask(x, graph)), v[:, :, :1]
+
+    def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
+        (q,) = self.heads(x[:, :1], 0, 1)
+        (k,) = self.heads(x, 1, 2)
+        return weights(q, k, key_mask(x, graph)).squeeze(2)
+
+
+def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt D) in float32 (Eq. 1), for the places that need the weights themselves."""
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q.float() @ k.float().transpose(-2, -1) * q.shape[-1] ** -0.5
+        return (logits if mask is None else logits.masked_fill(~mask, float("-inf"))).softmax(-1)
+
+
+def key_mask(x: Tensor, graph: PatchGraph) -> Tensor | None:
+    """(B, 1, 1, L), false at rows that pad a shorter bag; None when there are none."""
+    if len(set(graph.lengths)) == 1:
+        return None
+    mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    for bag, patches in enumerate(graph.lengths):
+        mask[bag, graph.before + patches :] = False
+    return mask[:, None, None]
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, L, H * D) -> (B, H, L, D), a view."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(heads: Tensor) -> Tensor:
+    """(B, H, L, D) -> (B, L, H * D)."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    if num_heads < 1 or dim % num_heads:
+        raise UserError(f"dim {dim} is not a multiple of num_heads {num_heads}: every head needs the same width.")

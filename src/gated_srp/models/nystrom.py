@@ -1,0 +1,102 @@
+"""Nystrom attention, the base "NA": attention through a few landmark rows.
+
+Shapes: B batch, H heads, L rows (row 0 is CLS), M landmarks, D head width, C channels.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gated_srp.errors import UserError
+from gated_srp.models.attention import FusedAttention, split_heads, weights
+from gated_srp.srp import PatchGraph
+
+
+class NystromAttention(FusedAttention):
+    """y = softmax(q k~^T) pinv(softmax(q~ k~^T)) softmax(q~ k^T) v with the segment means q~, k~ as landmarks."""
+
+    def __init__(self, dim: int, num_heads: int, *, num_landmarks: int = 64) -> None:
+        super().__init__(dim, num_heads)
+        self.num_landmarks = num_landmarks
+
+    def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        check_one_length(graph)
+        q, k, v = self.heads(x)
+        return nystrom(q, k, v, *self._landmarks(x)), v
+
+    def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        check_one_length(graph)
+        (q,) = self.heads(x[:, :1], 0, 1)
+        k, v = self.heads(x, 1, 3)
+        return nystrom(q, k, v, *self._landmarks(x)), v[:, :, :1]
+
+    def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
+        (q,) = self.heads(x[:, :1], 0, 1)
+        (k,) = self.heads(x, 1, 2)
+        return nystrom_map(q, k, *self._landmarks(x)).squeeze(2)
+
+    def _landmarks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dim = self.proj.in_features
+        rows = landmarks(x, self.qkv.weight[: 2 * dim], self.qkv.bias[: 2 * dim], self.num_landmarks)
+        q, k = rows.chunk(2, dim=-1)
+        return split_heads(q, self.num_heads), split_heads(k, self.num_heads)
+
+
+def nystrom(q: Tensor, k: Tensor, v: Tensor, q_marks: Tensor, k_marks: Tensor) -> Tensor:
+    """F pinv(A) B v with F = softmax(q k~^T), A = softmax(q~ k~^T), B = softmax(q~ k^T): (B, H, L, D).
+
+    B v is attention of M queries over L keys, F u of L queries over M keys, so neither (L x M) matrix exists.
+    """
+    u = F.scaled_dot_product_attention(q_marks, k, v)  # (B, H, M, D)
+    with torch.autocast(q.device.type, enabled=False):
+        u = pinv(weights(q_marks, k_marks)) @ u.float()
+    return F.scaled_dot_product_attention(q, k_marks, u.to(q.dtype))
+
+
+def nystrom_map(q: Tensor, k: Tensor, q_marks: Tensor, k_marks: Tensor) -> Tensor:
+    """The weights F pinv(A) B themselves for a few queries: (B, H, queries, L), signed, rows need not sum to one."""
+    with torch.autocast(q.device.type, enabled=False):
+        return weights(q, k_marks) @ pinv(weights(q_marks, k_marks)) @ weights(q_marks, k)
+
+
+def pinv(a: Tensor, iterations: int = 6) -> Tensor:
+    """Iterative Moore-Penrose inverse of (B, H, M, M) in float32: Z <- 0.25 Z (13 I - A Z (15 I - A Z (7 I - A Z))).
+
+    Z starts as A^T / (largest row sum * largest column sum), each over all heads of a bag.
+    """
+    a = a.float()
+    largest = a.sum(-1).amax((1, 2)) * a.sum(-2).amax((1, 2))  # (B,)
+    z = a.transpose(-2, -1) / largest.view(-1, 1, 1, 1)
+    eye = torch.eye(a.shape[-1], device=a.device)
+    for _ in range(iterations):
+        az = a @ z
+        z = 0.25 * z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az)))
+    return z
+
+
+def landmarks(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """Segment means of linear(x), taken as linear(segment means of x): (B, L, C) -> (B, count, O).
+
+    A landmark without rows is zero, not the bias, and takes part in every softmax.
+    """
+    marks = F.linear(segment_means(x, count), weight, bias)
+    return F.pad(marks, (0, 0, 0, count - marks.shape[1]))
+
+
+def segment_means(x: Tensor, count: int) -> Tensor:
+    """Means of successive segments of ceil(L / count) rows, the last one of what is left: (B, L, C) -> (B, <= count, C)."""
+    rows = x.shape[1]
+    size = -(-rows // count)
+    whole = rows // size
+    means = x[:, : whole * size].unflatten(1, (whole, size)).mean(2)
+    if whole * size == rows:
+        return means
+    return torch.cat([means, x[:, whole * size :].mean(1, keepdim=True)], dim=1)
+
+
+def check_one_length(graph: PatchGraph) -> None:
+    if len(set(graph.lengths)) > 1:
+        raise UserError(
+            f"Nystrom attention takes one bag a batch, or bags of one length; here the lengths are {graph.lengths}. "
+            "Call the model bag by bag and accumulate gradients, or use an arm with dense attention (vit4)."
+        )

@@ -1,0 +1,52 @@
+"""Models as files: one safetensors file with a JSON card inside, written whole or not at all. No pickle."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gated_srp.errors import UserError
+from gated_srp.models.arms import build_model
+from gated_srp.models.slide import SlideTransformer
+
+FORMAT = 1
+
+
+def save_model(model: SlideTransformer, path: Path, card: dict[str, Any] | None = None) -> None:
+    """Weights, settings and what else the ``card`` says about the model."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    full = {"format": FORMAT, "settings": model.settings, **(card or {})}
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, beside, metadata={"card": json.dumps(full, sort_keys=True)})
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def load_card(path: Path) -> dict[str, Any]:
+    """What a model file says about itself."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable model file ({error}). Expected model.safetensors of a run, or of gated-srp convert.") from error
+    if "card" not in metadata:
+        raise UserError(f"{path}: holds tensors but no card of gated-srp. Expected model.safetensors of a run, or of gated-srp convert.")
+    card: dict[str, Any] = json.loads(metadata["card"])
+    if card.get("format", 0) > FORMAT:
+        raise UserError(f"{path}: written in format {card['format']}, this version reads up to {FORMAT}. Update gated-srp: pip install -U gated-srp.")
+    return card
+
+
+def load_model(path: Path) -> SlideTransformer:
+    """The model of a file, in evaluation mode."""
+    from safetensors.torch import load_file
+
+    model = build_model(**load_card(path)["settings"])
+    model.load_state_dict(load_file(path))
+    return model.eval()

@@ -1,0 +1,44 @@
+"""The paper: neighbours, projection, gate. Torch alone."""
+
+from gated_srp.srp.coefficient import (
+    Coefficient,
+    FixedCoefficient,
+    SignedGate,
+    kaiming,
+    nonnegative,
+    range_free,
+    signed,
+    xavier,
+    zeros,
+)
+from gated_srp.srp.direction import Direction, NeighbourMean, OwnValue, RandomDirection, ShuffledNeighbours, SlideMean
+from gated_srp.srp.graph import PatchGraph, infer_stride
+from gated_srp.srp.module import GatedSRP
+from gated_srp.srp.projection import neighbour_mean, project, unit
+from gated_srp.srp.trace import LayerTrace, trace
+
+__all__ = [
+    "Coefficient",
+    "Direction",
+    "FixedCoefficient",
+    "GatedSRP",
+    "LayerTrace",
+    "NeighbourMean",
+    "OwnValue",
+    "PatchGraph",
+    "RandomDirection",
+    "ShuffledNeighbours",
+    "SignedGate",
+    "SlideMean",
+    "infer_stride",
+    "kaiming",
+    "neighbour_mean",
+    "nonnegative",
+    "project",
+    "range_free",
+    "signed",
+    "trace",
+    "unit",
+    "xavier",
+    "zeros",
+]

@@ -1,0 +1,156 @@
+"""How much of the common component is removed: the paper's signed gate, or a fixed number.
+
+A coefficient maps what was measured (`Measured`) and the graph to beta (R, H), R = B * L rows, H heads.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.projection import wide
+
+Bound = Callable[[Tensor, float], Tensor]
+Initialiser = Callable[[Tensor, torch.Generator | None], object]
+
+
+def signed(logit: Tensor, delta: float) -> Tensor:
+    """Eq. 7: beta = delta tanh(logit), in (-delta, delta)."""
+    return delta * torch.tanh(logit)
+
+
+def nonnegative(logit: Tensor, delta: float) -> Tensor:
+    """Gate-range ablation: delta sigmoid(logit), in (0, delta). Starts at delta / 2, not at the identity."""
+    return delta * torch.sigmoid(logit)
+
+
+def range_free(logit: Tensor, delta: float) -> Tensor:
+    """Beyond the paper: 2 tanh(logit / 2), which needs no range; delta is not used."""
+    return 2 * torch.tanh(logit / 2)
+
+
+def zeros(weight: Tensor, generator: torch.Generator | None) -> None:
+    nn.init.zeros_(weight)
+
+
+def xavier(weight: Tensor, generator: torch.Generator | None) -> None:
+    nn.init.xavier_uniform_(weight, generator=generator)
+
+
+def kaiming(weight: Tensor, generator: torch.Generator | None) -> None:
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+
+
+class Coefficient(nn.Module):
+    """Base of all coefficients. ``live`` asks that what was measured carries gradients."""
+
+    live = False
+
+    def forward(self, component: Tensor, norm: Tensor, graph: PatchGraph) -> Tensor:
+        raise NotImplementedError
+
+
+class FixedCoefficient(Coefficient):
+    """The same beta everywhere: 0 identity, 1 projection, 2 reflection, -1 amplification."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, component: Tensor, norm: Tensor, graph: PatchGraph) -> Tensor:
+        return torch.full_like(component, self.value)
+
+    def extra_repr(self) -> str:
+        return f"{self.value}"
+
+
+class SignedGate(Coefficient):
+    """The paper's gate (Eq. 7-10): beta = delta tanh(g_tok(d_tok) + <w_h, d_head> + b_h + b_lh).
+
+    d_tok = [h_local, m / K, log(1 + m)] is shared by the heads; d_head = [cos(y, r_hat), |cos(y, r_hat)|, log(1 + |y|)].
+    ``hidden_dim=None`` leaves out the token part ("head only"), ``head=False`` the head weights and b_h ("token only"),
+    ``bias=False`` all four biases; ``live=True`` lets gradients through the diagnostics.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        delta: float = 1.0,
+        hidden_dim: int | None = 64,
+        bound: Bound = signed,
+        head: bool = True,
+        bias: bool = True,
+        init: Initialiser = zeros,
+        live: bool = False,
+    ) -> None:
+        super().__init__()
+        self.delta, self.bound, self.init, self.live = delta, bound, init, live
+        self.token_hidden = None if hidden_dim is None else nn.Linear(3, hidden_dim, bias=bias)
+        self.token_out = None if hidden_dim is None else nn.Linear(hidden_dim, 1, bias=bias)
+        self.head_weight = nn.Parameter(torch.empty(num_heads, 3)) if head else None
+        self.head_bias = nn.Parameter(torch.empty(num_heads)) if head and bias else None
+        self.layer_head_bias = nn.Parameter(torch.empty(num_heads)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """The hidden layer as PyTorch's Linear, the output layer and the head weights by ``init``, every bias zero."""
+        if self.token_hidden is not None and self.token_out is not None:
+            nn.init.kaiming_uniform_(self.token_hidden.weight, a=math.sqrt(5), generator=generator)
+            if self.token_hidden.bias is not None:
+                limit = 1 / math.sqrt(self.token_hidden.in_features)
+                nn.init.uniform_(self.token_hidden.bias, -limit, limit, generator=generator)
+            self.init(self.token_out.weight, generator)
+            if self.token_out.bias is not None:
+                nn.init.zeros_(self.token_out.bias)
+        if self.head_weight is not None:
+            self.init(self.head_weight, generator)
+        for bias in (self.head_bias, self.layer_head_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, component: Tensor, norm: Tensor, graph: PatchGraph) -> Tensor:
+        if not self.live:
+            component, norm = component.detach(), norm.detach()
+        with torch.autocast(component.device.type, enabled=False):
+            logit = torch.zeros_like(component)  # (R, H)
+            if self.token_hidden is not None:
+                logit = logit + self._token_logit(graph, component.dtype)  # (R, 1)
+            if self.head_weight is not None:
+                logit = logit + self._head_logit(component, norm)
+            for bias in (self.head_bias, self.layer_head_bias):
+                if bias is not None:
+                    logit = logit + wide(bias)
+            return self.bound(logit, self.delta)
+
+    def _token_logit(self, graph: PatchGraph, dtype: torch.dtype) -> Tensor:
+        """g_tok(d_tok), Eq. 8-9: (R, 1)."""
+        m = graph.neighbour_count.to(dtype)
+        d_tok = torch.stack([graph.homogeneity.to(dtype), m / graph.most_neighbours, m.log1p()], -1)  # (R, 3)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # The hidden layer is R x hidden: cheaper to compute twice than to keep.
+            token: Tensor = checkpoint(self._token_mlp, d_tok, use_reentrant=False, preserve_rng_state=False)
+            return token
+        return self._token_mlp(d_tok)
+
+    def _token_mlp(self, d_tok: Tensor) -> Tensor:
+        assert self.token_hidden is not None and self.token_out is not None
+        x = d_tok
+        for layer, activation in ((self.token_hidden, F.gelu), (self.token_out, nn.Identity())):
+            x = activation(F.linear(x, wide(layer.weight), None if layer.bias is None else wide(layer.bias)))
+        return x
+
+    def _head_logit(self, component: Tensor, norm: Tensor) -> Tensor:
+        """<w_h, d_head>, Eq. 8 and 10, with a true cosine: (R, H)."""
+        alive = norm > 0
+        cosine = torch.where(alive, component / torch.where(alive, norm, 1.0), 0.0)
+        assert self.head_weight is not None
+        signed_weight, absolute_weight, size_weight = wide(self.head_weight).unbind(-1)  # (H,) each
+        return cosine * signed_weight + cosine.abs() * absolute_weight + norm.log1p() * size_weight
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta}, bound={self.bound.__name__}, live={self.live}"

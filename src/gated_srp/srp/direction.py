@@ -1,0 +1,79 @@
+"""Along which axis a token is corrected: the paper's neighbour mean, XSA's own value, and controls.
+
+A direction maps values (R, H, D), R = B * L rows, to an axis (R, H, D) that is not yet normalised; a zero axis means
+"leave this row alone". ``learned`` says whether the axis gets a gradient.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.projection import wide
+
+
+class Direction(nn.Module):
+    """Base of all directions."""
+
+    learned = False
+
+    def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
+        raise NotImplementedError
+
+
+class NeighbourMean(Direction):
+    """r_i, the mean of the neighbours' detached values (Eq. 6)."""
+
+    def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
+        return graph.mean(v.detach().flatten(1)).view(v.shape)  # (R, H, D)
+
+
+class OwnValue(Direction):
+    """v_i itself, as in Exclusive Self-Attention (Eq. 2-3): every row, CLS and padding too; the gradient flows through it."""
+
+    learned = True
+
+    def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
+        return wide(v)
+
+
+class SlideMean(Direction):
+    """Control: one axis for the slide, the mean value of all its patches, on the rows that have neighbours."""
+
+    def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
+        with torch.no_grad():
+            bags = wide(v).view(graph.num_bags, -1, *v.shape[1:])  # (B, L, H, D)
+            means = [bag[graph.before : graph.before + n].mean(0) for bag, n in zip(bags, graph.lengths, strict=True)]
+            axis = torch.stack(means).unsqueeze(1).expand_as(bags).reshape(v.shape)
+            return axis * (graph.neighbour_count > 0).view(-1, 1, 1)
+
+
+class RandomDirection(Direction):
+    """Control: a fixed random axis a head, the same for every patch that has neighbours."""
+
+    axis: Tensor
+
+    def __init__(self, num_heads: int, head_dim: int, *, seed: int = 0) -> None:
+        super().__init__()
+        draw = torch.randn(num_heads, head_dim, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("axis", draw)
+
+    def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
+        return wide(self.axis).expand(v.shape) * (graph.neighbour_count > 0).view(-1, 1, 1)
+
+
+class ShuffledNeighbours(Direction):
+    """Control: as many neighbours as there are, but of a fixed random reordering of the slide's patches."""
+
+    def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
+        rows = len(v) // graph.num_bags
+        order = torch.arange(len(v), device=v.device)
+        for bag, patches in enumerate(graph.lengths):
+            first = bag * rows + graph.before
+            order[first : first + patches] = first + _scrambled(patches, v.device)
+        return graph.mean(v.detach()[order].flatten(1)).view(v.shape)
+
+
+def _scrambled(count: int, device: torch.device) -> Tensor:
+    """A fixed permutation made on the device (multiplicative hashing), so that no generator state takes part."""
+    numbers = torch.arange(1, count + 1, device=device)
+    return ((numbers * 2654435761) % 4294967291).mul(40503).remainder(2147483647).argsort(stable=True)

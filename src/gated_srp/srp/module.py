@@ -1,0 +1,86 @@
+"""Gated SRP = direction + coefficient + project.
+
+Shapes: B batch, H heads, L rows, D head width, R = B * L.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gated_srp.errors import UserError
+from gated_srp.srp.coefficient import Coefficient, SignedGate
+from gated_srp.srp.direction import Direction, NeighbourMean
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.projection import along, corrected_linear, length, measure, project, unit, wide
+
+
+class GatedSRP(nn.Module):
+    """Corrects each patch token after attention: z = y - beta <y, r_hat> r_hat (Eq. 5).
+
+    Call it between attention and output projection with y (the attention's output) and v (its values), both (B, H, L, D),
+    and the graph of their rows. Rows without neighbours come back bit-unchanged, and so does everything until it is trained.
+
+    >>> y, v = torch.randn(1, 6, 10, 64), torch.randn(1, 6, 10, 64)      # CLS + 9 patches
+    >>> graph = PatchGraph.from_grid(3, 3).with_isolated(before=1)
+    >>> torch.equal(GatedSRP(6)(y, v, graph), y)
+    True
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        delta: float = 1.0,
+        hidden_dim: int = 64,
+        direction: Direction | None = None,
+        coefficient: Coefficient | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.direction = NeighbourMean() if direction is None else direction
+        self.coefficient = SignedGate(num_heads, delta=delta, hidden_dim=hidden_dim) if coefficient is None else coefficient
+
+    def forward(self, y: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
+        """The corrected heads, in the shape and dtype of y."""
+        self._check(y, v, graph)
+        y_rows, v_rows = _rows(y), _rows(v)  # (R, H, D)
+        axis = unit(self.direction(v_rows, graph))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient.live):
+            component, norm = along(y_rows, axis), length(y_rows)  # (R, H)
+        beta = self.coefficient(component, norm, graph)
+        z = project(y_rows, axis, beta)
+        return z.view(len(y), -1, *z.shape[1:]).transpose(1, 2)  # (B, H, L, D)
+
+    def linear(self, y: Tensor, v: Tensor, graph: PatchGraph, layer: nn.Linear) -> Tensor:
+        """layer(merge_heads(self(y, v, graph))), with the corrected heads recomputed in backward instead of kept: (B, L, O)."""
+        if self.direction.learned or self.coefficient.live or torch.compiler.is_compiling():
+            z = self(y, v, graph)
+            merged: Tensor = layer(z.transpose(1, 2).flatten(2))
+            return merged
+        self._check(y, v, graph)
+        kind = y.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(y.dtype, layer.weight.dtype)
+        y_rows, v_rows = _rows(y), _rows(v.detach())
+        measured = measure(y_rows, wide(self.direction(v_rows, graph)))
+        beta = self.coefficient(measured.component, measured.norm, graph)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        rows = corrected_linear(
+            y_rows.to(dtype), v_rows, beta, (layer.weight.to(dtype), bias), measured, lambda values: wide(self.direction(values, graph))
+        )
+        return rows.view(len(y), -1, rows.shape[-1])
+
+    def _check(self, y: Tensor, v: Tensor, graph: PatchGraph) -> None:
+        if y.ndim != 4 or y.shape != v.shape or y.shape[1] != self.num_heads:
+            raise UserError(
+                f"GatedSRP: y {tuple(y.shape)} and v {tuple(v.shape)}, expected both (B, {self.num_heads}, L, D): "
+                "the attention's output and its values, split into heads, before the output projection."
+            )
+        if graph.num_rows != y.shape[0] * y.shape[2]:
+            raise UserError(
+                f"GatedSRP: the graph has {graph.num_rows} rows, y has {y.shape[0]} x {y.shape[2]}. Add rows without neighbours for CLS and "
+                "padding with graph.with_isolated(before=1, after=...), and PatchGraph.batch for several bags."
+            )
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """(B, H, L, D) -> (B * L, H, D); a view where the heads were split from rows."""
+    return heads.transpose(1, 2).flatten(0, 1)

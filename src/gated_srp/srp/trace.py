@@ -1,0 +1,81 @@
+"""See what the layers did: ``with trace(model) as seen: model(features, graph)``, then ``seen[0].beta`` and so on.
+
+Everything comes through hooks that live as long as the `with`: modules keep no memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.module import GatedSRP
+
+
+@dataclass
+class LayerTrace:
+    """One attention layer, patch columns alone: (H, N) for one bag, (B, H, N) for several; None where there is no such thing.
+
+    ``beta``: the coefficient of every patch, lone ones too. ``correction``: |beta <y, r_hat>|, the length of what was removed.
+    ``cls_attention``: raw attention of CLS to the patches.
+    """
+
+    beta: Tensor | None = None
+    correction: Tensor | None = None
+    cls_attention: Tensor | None = None
+
+
+@contextmanager
+def trace(model: nn.Module, *, attention: bool = True) -> Iterator[Sequence[LayerTrace]]:
+    """Record the first forward inside the `with`, a `LayerTrace` a layer. ``attention=False`` skips the attention maps.
+
+    A layer is a module with a ``correction`` (a GatedSRP or None) and a method ``cls_attention`` with the arguments of its forward.
+    Recomputation by activation checkpointing is not recorded again. Hooks are blind to a model compiled before.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
+    seen = [LayerTrace() for _ in layers]
+    calls = 0
+    handles = []
+
+    def watch(layer: nn.Module, record: LayerTrace) -> None:
+        done = {"layer": False, "gate": False}
+
+        def on_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if attention and not done["layer"]:
+                with torch.no_grad():
+                    record.cls_attention = module.cls_attention(*args, **kwargs)
+            done["layer"] = True
+
+        def on_gate(_: Any, args: tuple[Any, ...], beta: Tensor) -> None:
+            component, _norm, graph = args
+            if not done["gate"]:
+                record.beta = _columns(beta, graph)
+                record.correction = _columns((beta * component).abs(), graph)
+            done["gate"] = True
+
+        handles.append(layer.register_forward_hook(on_layer, with_kwargs=True))
+        if isinstance(layer.correction, GatedSRP):
+            handles.append(layer.correction.coefficient.register_forward_hook(on_gate))
+
+    for layer, record in zip(layers, seen, strict=True):
+        watch(layer, record)
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not calls:
+        raise RuntimeError(
+            f"trace: none of the {len(layers)} layers of {type(model).__name__} was called. Call the model inside the `with`, and trace it "
+            "before torch.compile: hooks added to a compiled model never fire."
+        )
+
+
+def _columns(rows: Tensor, graph: PatchGraph) -> Tensor:
+    """(B * L, H) -> patch columns of (B, H, L)."""
+    return graph.patches(rows.detach().view(graph.num_bags, -1, rows.shape[-1]).transpose(1, 2))
