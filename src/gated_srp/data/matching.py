@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 FEATURE_ENDINGS = (".h5", ".hdf5", ".pt", ".pth", ".npz", ".npy", ".safetensors", ".zarr")
 SLIDE_ENDINGS = (
-    ".svs .tif .tiff .ndpi .mrxs .scn .dcm .vms .vmu .svslide .bif .czi .png .jpg .jpeg".split()  # fmt: skip
+    *(".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi"),
+    *(".png", ".jpg", ".jpeg"),
 )
 
 
@@ -111,15 +112,12 @@ def _key(name: str | Path) -> str:
 def _nearest(slide: str, paths: Sequence[Path]) -> tuple[Path, ...]:
     """Of several fitting files, those that also agree in the folders that the id names, and in case."""
     folders = [part.casefold() for part in _parts(slide)[:-1]]
-    for fits in (
-        lambda path: (
-            bool(folders) and [p.casefold() for p in PurePosixPath(path).parts[:-1]][-len(folders) :] == folders
-        ),
-        lambda path: slide_stem(path) == slide_stem(slide),
-    ):
-        narrowed = [path for path in paths if fits(path)]
-        paths = narrowed or paths
-    return tuple(paths)
+    same_folder = [
+        path for path in paths if folders and [p.casefold() for p in path.parts[:-1]][-len(folders) :] == folders
+    ]
+    paths = same_folder or paths
+    same_case = [path for path in paths if slide_stem(path) == slide_stem(slide)]
+    return tuple(same_case or paths)
 
 
 def _by_key(

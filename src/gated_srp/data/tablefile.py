@@ -18,7 +18,7 @@ _TEXT: dict[str, Any] = {"dtype": str, "keep_default_na": False, "na_values": ["
 
 
 def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The cells as stripped text (missing where empty), and notes to print. The index is the row's number in the file."""
+    """The cells as stripped text (missing where empty), and notes to print. The index is the row number in the file."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such table. Expected a .csv, .tsv, .xlsx or .parquet file; correct `table`.")
@@ -50,12 +50,17 @@ def pick_column(frame: pd.DataFrame, name: str, where: str | Path) -> str:
         return alike[0]
     near = difflib.get_close_matches(name, list(frame.columns), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"{where}: no column {name!r}.{hint} Columns: {', '.join(frame.columns)}.")
+    raise UserError(f"{where}: no column {name!r}.{hint} {listed(frame)}")
 
 
 def usual_columns(frame: pd.DataFrame, usual: Iterable[str]) -> list[str]:
     """Columns under one of the usual names, in the order of those names."""
     return [column for name in usual for column in frame.columns if plain(column) == name]
+
+
+def listed(frame: pd.DataFrame) -> str:
+    """The columns there are, for an error message."""
+    return f"Columns: {', '.join(map(str, frame.columns))}."
 
 
 def plain(name: str) -> str:

@@ -1,4 +1,7 @@
-"""Label cells to numbers: classes, survival times and events, several yes/no labels. What cannot be read is refused with its row."""
+"""Label cells to numbers: classes, survival times and events, several yes/no labels.
+
+What cannot be read is refused with its row.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -43,14 +46,15 @@ def read_classes(
     found = sorted(set(named), key=(lambda cell: int(cell)) if numeric else None)
     if classes is None and len(found) > 20 and len(found) > len(named) / 2:
         raise UserError(
-            f"{where}: column {cells.name!r} holds {len(found)} different values in {len(named)} rows, so it names no classes. "
-            "Name the label column with `target`, or list `classes`."
+            f"{where}: column {cells.name!r} holds {len(found)} different values in {len(named)} rows: "
+            "no classes. Name the label column with `target`, or list `classes`."
         )
     order = tuple(map(str, classes)) if classes is not None else tuple(found)
     absent = [name for name in order if name not in set(found)]
     if absent or not order:
         raise UserError(
-            f"{where}: no row of class {', '.join(absent) or '(any)'} in column {cells.name!r}. Found: {', '.join(found)}."
+            f"{where}: no row of class {', '.join(absent) or '(any)'} in column {cells.name!r}. "
+            f"Found: {', '.join(found)}. Correct `classes` or `target`."
         )
     return cells.map({name: i for i, name in enumerate(order)}), order
 
@@ -87,14 +91,13 @@ def read_flags(cells: "pd.Series[Any]", where: Path) -> "pd.Series[Any]":
 
 
 def describe_survival(cases: pd.DataFrame, time: str, status: str, *, censorship: bool) -> str:
-    """How the columns were read, for the user to confirm by eye: the sign of censorship is the field's commonest slip."""
+    """How the columns were read, to confirm by eye: a flipped sign of censorship is the field's commonest slip."""
     reading = "1 = censored -> event = 1 - censorship" if censorship else "1 = event, 0 = censored"
     median = float(cases["time"].median())
     unit = next((unit for unit in _PER_YEAR if unit in plain(time)), None)
     follow_up = f"{median / _PER_YEAR[unit]:.1f} y" if unit else f"{median:g} in the unit of {time!r}"
-    return f"{status}: {reading}; {cases['event'].mean():.0%} events; median follow-up {follow_up} ({len(cases)} patients)".replace(
-        "%", " %"
-    )
+    events = f"{100 * cases['event'].mean():.0f} % events"
+    return f"{status}: {reading}; {events}; median follow-up {follow_up} ({len(cases)} patients)"
 
 
 def _refuse_unknown(cells: "pd.Series[Any]", wrong: "pd.Series[bool]", where: Path, expected: str) -> None:
