@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import softmax
 from torch import Tensor
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
 from gated_srp.tasks import scores
-from gated_srp.tasks.task import Columns, Metrics, full_precision, mean_by_case
+from gated_srp.tasks.task import Columns, Metrics, as_numpy, full_precision, mean_by_case
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,7 +68,7 @@ class Classification:
 
     def predict(self, logits: Tensor) -> Columns:
         """Softmax in double precision, and the name of the likeliest class."""
-        probability = logits.detach().cpu().double().softmax(-1).numpy()  # (B, C)
+        probability = softmax(as_numpy(logits), axis=1)  # (B, C)
         return {
             "predicted": self._likeliest(probability),
             **dict(zip(self._probabilities, probability.T, strict=True)),

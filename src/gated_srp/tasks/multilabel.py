@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
+from scipy.special import expit
 from torch import Tensor
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
 from gated_srp.tasks import scores
-from gated_srp.tasks.task import Columns, Metrics, full_precision, mean_by_case
+from gated_srp.tasks.task import Columns, Metrics, as_numpy, full_precision, mean_by_case
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +63,7 @@ class Multilabel:
 
     def predict(self, logits: Tensor) -> Columns:
         """Sigmoid, in double precision: then a probability above 0.5 is a logit above 0, however small."""
-        probability = logits.detach().cpu().double().sigmoid().numpy()  # (B, K)
+        probability = expit(as_numpy(logits))  # (B, K)
         return dict(zip(self._probabilities, probability.T, strict=True))
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:

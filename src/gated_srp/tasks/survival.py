@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
+from scipy.special import expit
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ from gated_srp.tasks.survival_metrics import (
     survival_at_times,
     uno_concordance,
 )
-from gated_srp.tasks.task import Columns, Metrics, full_precision, mean_by_case
+from gated_srp.tasks.task import Columns, Metrics, as_numpy, full_precision, mean_by_case
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,8 +92,8 @@ class Survival:
 
     def predict(self, logits: Tensor) -> Columns:
         """Survival curve, and risk = minus its sum (larger: earlier event)."""
-        hazard = logits.detach().cpu().double().sigmoid().clamp(SMALLEST, 1 - SMALLEST)
-        curve = (1 - hazard).cumprod(-1).numpy()[:, : len(self.edges) + 1]  # (B, bins)
+        hazard = np.clip(expit(as_numpy(logits)), SMALLEST, 1 - SMALLEST)
+        curve = np.cumprod(1 - hazard, axis=1)[:, : len(self.edges) + 1]  # (B, bins)
         return {"risk": -curve.sum(1), **dict(zip(self._curve, curve.T, strict=True))}
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:

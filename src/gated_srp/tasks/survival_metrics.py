@@ -5,15 +5,20 @@ Undefined is not a number, never a warning. Shapes: N cases, T times.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchsurv.metrics.auc import Auc
-from torchsurv.metrics.brier_score import BrierScore
-from torchsurv.stats.ipcw import get_ipcw
+
+with warnings.catch_warnings():
+    # On import torchsurv compiles a helper that we do not use, in a way that newer torch calls deprecated.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torchsurv.metrics.auc import Auc
+    from torchsurv.metrics.brier_score import BrierScore
+    from torchsurv.stats.ipcw import get_ipcw
 
 if TYPE_CHECKING:
     import pandas as pd

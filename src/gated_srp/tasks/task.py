@@ -88,3 +88,12 @@ def mean_by_case(slides: pd.DataFrame, truth: Sequence[str], averaged: Sequence[
 def full_precision(logits: Tensor) -> Tensor:
     """Half precision to single; double stays. Losses are never computed in less."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def as_numpy(logits: Tensor) -> NDArray[np.float64]:
+    """Logits for prediction columns, in double precision.
+
+    What follows is computed by numpy and scipy, since torch's sigmoid rounds equal inputs differently in a vector's
+    tail: slides with equal logits must have equal, that is tied, predictions.
+    """
+    return np.asarray(logits.detach().cpu().double())
