@@ -9,8 +9,27 @@ import numpy as np
 
 # Attributes that are read; anything else in a file stays untouched.
 WANTED = frozenset(
-    "patch_size patch_size_level0 level0_magnification target_magnification overlap level0_width level0_height wsi_path mpp mpp_x "
-    "level0_mpp encoder extractor unit tile_size_um tile_size tile_size_px feat_type patch_level downsample stamp_version".split()
+    {
+        "patch_size",
+        "patch_size_level0",
+        "level0_magnification",
+        "target_magnification",
+        "overlap",
+        "level0_width",
+        "level0_height",
+        "wsi_path",
+        "mpp",
+        "mpp_x",
+        "level0_mpp",
+        "encoder",
+        "extractor",
+        "unit",
+        "tile_size_um",
+        "tile_size",
+        "feat_type",
+        "patch_level",
+        "downsample",
+    }
 )
 
 

@@ -18,9 +18,10 @@ Unit = Literal["px", "um"]
 class BagError(UserError):
     """A feature file that cannot be used; ``kind`` is the machine-readable reason, for reports over many files.
 
-    Kinds: missing, symlink_loop, unreadable, zero_bytes, not_hdf5, not_zip, not_torch, unknown_format, truncated, unsafe_pickle,
-    external_link, oversized, missing_filter, needs_package, locked, no_features, no_coords, several_encoders, wrong_encoder,
-    slide_embedding, wrong_rank, wrong_dtype, row_mismatch, bad_coords, no_stride, empty.
+    Kinds: missing, symlink_loop, unreadable, zero_bytes, not_hdf5, not_zip, not_torch, unknown_format, truncated,
+    unsafe_pickle, external_link, oversized, missing_filter, needs_package, locked, no_features, no_coords,
+    several_encoders, wrong_encoder, slide_embedding, wrong_rank, wrong_dtype, row_mismatch, bad_coords, no_stride,
+    empty.
     """
 
     def __init__(self, kind: str, path: Path, message: str) -> None:
@@ -55,9 +56,9 @@ class BagHeader:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Bag(BagHeader):
-    """One slide: ``features`` (N, C) as stored (float16, bfloat16, float32; float64 becomes float32), row i at ``coords[i]``."""
+    """One slide: row i of ``features`` belongs to the patch at ``coords[i]``."""
 
-    features: Tensor
+    features: Tensor  # (N, C) as stored: float16, bfloat16 or float32; float64 becomes float32
 
     def nonfinite_rows(self) -> Tensor:
         """Numbers of the rows that hold NaN or infinity, (number of them,)."""

@@ -1,6 +1,7 @@
-"""A feature file as named arrays, whatever holds them. Nothing is allocated before the claimed size is found to be real.
+"""A feature file as named arrays, whatever holds them.
 
-One container is open for one call; only `read` touches array data, and it makes one contiguous read.
+Nothing is allocated before the claimed size is found to be real. A container is open for one call; only `read` touches
+array data, and it makes one contiguous read.
 """
 
 import math
@@ -21,7 +22,9 @@ from torch import Tensor
 from gated_srp.data.attributes import WANTED, plain
 from gated_srp.data.bag import BagError
 
-INFLATION = 200  # features hardly compress; bytes that claim to have shrunk more than this are a bomb or were never written
+INFLATION = (
+    200  # features hardly compress; bytes that claim to have shrunk more than this are a bomb or were never written
+)
 
 # What an array of this numpy type is read as: torch lacks the wider unsigned types.
 _DTYPES = {
@@ -47,15 +50,21 @@ class Container(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most containers hold nothing open)
         """Let go of the file."""
 
     @abstractmethod
     def names(self) -> list[str]:
         """Names of the arrays, in order."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such an array, one that `names` does not reach included."""
+        return name in self.names()
 
     @abstractmethod
     def spec(self, name: str) -> Spec:
@@ -75,14 +84,17 @@ class Container(ABC):
     def _dtype(self, name: str, dtype: np.dtype[Any]) -> torch.dtype:
         found = _DTYPES.get(f"{dtype.kind}{dtype.itemsize}")
         if found is None:
-            raise self.error("wrong_dtype", f"'{name}' holds {dtype}, expected numbers (float16, float32 ...). Name the right key, or extract again.")
+            raise self.error(
+                "wrong_dtype",
+                f"'{name}' holds {dtype}, expected numbers (float16, float32 ...). Name the right key.",
+            )
         return found
 
     def _oversized(self, name: str, claimed: int, stored: int) -> BagError:
         return self.error(
             "oversized",
-            f"'{name}' claims {claimed:,} bytes, but only {stored:,} are stored. The extraction was interrupted, or the file is not what it says; "
-            "extract the slide again.",
+            f"'{name}' claims {claimed:,} bytes, but only {stored:,} are stored. "
+            "The extraction was interrupted, or the file is not what it says; extract the slide again.",
         )
 
 
@@ -148,7 +160,7 @@ class NumpyFile(Container):
 
 
 class SafetensorsFile(Container):
-    """``.safetensors``; its metadata are the attributes. The library checks the claimed sizes against the file's length."""
+    """``.safetensors``; its metadata are the attributes. The library checks claimed sizes against the file's length."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -163,13 +175,19 @@ class SafetensorsFile(Container):
 
     def spec(self, name: str) -> Spec:
         part = self._tensors.get_slice(name)
-        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}.get(part.get_dtype())
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}.get(
+            part.get_dtype()
+        )
         if dtype is None and part.get_dtype()[0] not in "IU":
-            raise self.error("wrong_dtype", f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64). Name the right key.")
+            raise self.error(
+                "wrong_dtype",
+                f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64). Name the right key.",
+            )
         return Spec(tuple(part.get_shape()), dtype or torch.int64)
 
     def read(self, name: str) -> Tensor:
-        return self._tensors.get_tensor(name).to(self.spec(name).dtype)
+        tensor: Tensor = self._tensors.get_tensor(name)
+        return tensor.to(self.spec(name).dtype)
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         return {} if name else known(self._tensors.metadata() or {})
@@ -183,7 +201,9 @@ class ZarrFolder(Container):
         try:
             zarr = import_module("zarr")
         except ModuleNotFoundError:
-            raise self.error("needs_package", "reading zarr needs the package zarr. Install it with: pip install zarr") from None
+            raise self.error(
+                "needs_package", "reading zarr needs the package zarr. Install it with: pip install zarr"
+            ) from None
         self._group = zarr.open_group(str(path), mode="r")
 
     def names(self) -> list[str]:

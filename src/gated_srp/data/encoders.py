@@ -1,4 +1,4 @@
-"""Encoder names: every tool spells them differently, and the width alone does not tell (1536 is UNI-v2, GigaPath or H-optimus)."""
+"""Encoder names: every tool spells them differently, and a width does not tell (1536: UNI-v2, GigaPath, H-optimus)."""
 
 import re
 from pathlib import Path

@@ -4,7 +4,7 @@ Shapes: N patches.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gated_srp.data.attributes import number, text
 from gated_srp.data.bag import BagError, Unit
+from gated_srp.data.positions import Places, Positions
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph, infer_stride
 
@@ -38,9 +39,17 @@ class Stride(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def declared(places: Iterable[tuple[str, Attrs]], path: Path) -> Declared | None:
+class Lattice(NamedTuple):
+    coords: Tensor  # (N, 2)
+    stride: float
+    source: str
+    unit: Unit
+    patch_size: float | None
+    warnings: tuple[str, ...]
+
+
+def declared(places: Places, path: Path) -> Declared | None:
     """The stride that the first of these places declares, then the one in the folder's name (20x_256px_0px_overlap)."""
-    places = list(places)
     for place, attrs in places:
         found = _from_attrs(place, attrs)
         if found:
@@ -49,7 +58,12 @@ def declared(places: Iterable[tuple[str, Attrs]], path: Path) -> Declared | None
     for folder in reversed(path.parts[:-1]):
         named = _FOLDER.fullmatch(folder)
         if named and level0:
-            attrs = {"patch_size": named["ps"], "overlap": named["ov"], "target_magnification": named["mag"], "level0_magnification": level0}
+            attrs = {
+                "patch_size": named["ps"],
+                "overlap": named["ov"],
+                "target_magnification": named["mag"],
+                "level0_magnification": level0,
+            }
             return _from_attrs(f"folder name {folder}", attrs)
     return None
 
@@ -74,14 +88,32 @@ def _from_attrs(place: str, attrs: Attrs) -> Declared | None:
     return Declared(side, f"{place} ({named})", "px", side)
 
 
+def lattice(found: Positions, places: Places, path: Path, *, given: float | None = None) -> Lattice:
+    """Positions as top-left corners in one unit, with their stride."""
+    file = declared(places, path)
+    unit: Unit = "um" if found.microns or _in_microns(file, places) else "px"
+    coords = found.values.double() if unit == "um" else found.values  # (N, 2)
+    stride, source, warnings = settle(coords, file, given, path)
+    if found.centres:
+        # The side of a tile is not stored; half a stride keeps the lattice, and is exact for tiles that do not overlap.
+        coords, source = coords - int(stride // 2), f"{source}; tile centres moved to corners by half a stride"
+    if coords.is_floating_point():
+        coords, stride = on_lattice(coords, stride)
+    return Lattice(coords, stride, source, unit, found.side or (file.patch_size if file else None), warnings)
+
+
+def _in_microns(file: Declared | None, places: Places) -> bool:
+    return file.unit == "um" if file else any(text(attrs, "unit") == "um" for _, attrs in places)
+
+
 def settle(coords: Tensor, file: Declared | None, given: float | None, path: Path) -> Stride:
-    """The stride to use: the caller's, else the declared one unless it does not fit the coordinates, else the observed one."""
+    """The stride to use: the caller's, else the declared one if it fits the coordinates, else the observed one."""
     try:
         observed: float | None = infer_stride(coords)
     except UserError:
         observed = None
     if given is not None:
-        return _given(coords, given, observed)
+        return _given(given, observed)
     if file is None:
         return _observed_alone(coords, observed, path)
     where = f"declared on {file.source}"
@@ -91,15 +123,22 @@ def settle(coords: Tensor, file: Declared | None, given: float | None, path: Pat
     if close:
         # A small error adds up over a hundred columns: of two that agree, take the one that keeps the lattice.
         better = file.stride != observed and _kept(coords, observed) > _kept(coords, file.stride)
-        value, name = (observed, f"observed, refines {where}") if better else (file.stride, f"{where}, agrees with coordinates")
+        value, name = (
+            (observed, f"observed, refines {where}") if better else (file.stride, f"{where}, agrees with coordinates")
+        )
         return Stride(value, name, ())
     return _disagreement(coords, file, observed)
 
 
-def _given(coords: Tensor, given: float, observed: float | None) -> Stride:
+def _given(given: float, observed: float | None) -> Stride:
+    if not 0 < given < float("inf"):
+        raise UserError(f"stride is {given}: expected a positive number, the distance between neighbouring patches.")
     if observed is None or abs(given - observed) <= _AGREE * observed:
         return Stride(float(given), "given by the caller", ())
-    warning = f"stride: {given:g} was given, but successive patches of a row or column are mostly {observed:g} apart; the given one is used."
+    warning = (
+        f"stride: {given:g} was given and is used, but successive patches of a row or column are mostly "
+        f"{observed:g} apart. Leave stride out to have it found."
+    )
     return Stride(float(given), f"given by the caller, coordinates show {observed:g}", (warning,))
 
 
@@ -111,8 +150,8 @@ def _observed_alone(coords: Tensor, observed: float | None, path: Path) -> Strid
     raise BagError(
         "no_stride",
         path,
-        f"no stride is declared and none of the {len(coords)} patches share a row or a column, so it cannot be observed. "
-        "Pass stride=, the distance between neighbouring patches in the unit of coords (that of the cohort's other slides).",
+        f"no stride is declared, and none is observed: no two of the {len(coords)} patches share a row or a column. "
+        "Pass stride=, the distance between neighbouring patches in the unit of coords.",
     )
 
 
@@ -125,14 +164,16 @@ def _disagreement(coords: Tensor, file: Declared, observed: float) -> Stride:
     used, source = (observed, "observed from coordinates") if wrong else (file.stride, f"declared on {file.source}")
     other = f"declared on {file.source}: {file.stride:g}" if wrong else f"coordinates show {observed:g}"
     warning = (
-        f"stride: the file declares {file.stride:g} ({file.source}), but successive patches of a row or column are mostly {observed:g} apart; "
-        f"{used:g} is used. Pass stride= to decide otherwise."
+        f"stride: the file declares {file.stride:g} ({file.source}), but successive patches of a row or column "
+        f"are mostly {observed:g} apart; {used:g} is used. Pass stride= to decide otherwise."
     )
     return Stride(used, f"{source}, disagrees with {other}" if wrong else f"{source}, but {other}", (warning,))
 
 
 def _kept(coords: Tensor, stride: float) -> float:
     """Mean neighbour count at this stride, times the share of patches that have a cell of their own."""
+    if coords.is_floating_point():
+        coords, stride = on_lattice(coords, stride)
     try:
         counts = PatchGraph.from_coords(coords, stride=stride).neighbour_count
     except UserError:  # almost no neighbours
@@ -141,13 +182,17 @@ def _kept(coords: Tensor, stride: float) -> float:
     return float(counts.double().mean()) * len(torch.unique(cells, dim=0)) / len(coords)
 
 
-def microns_of_historic_pixels(coords: Tensor) -> Tensor | None:
-    """Microns of a STAMP file from before it wrote attributes, recognised by its stride of 224; None for others."""
+def stamp_positions(found: Positions, places: Places) -> Positions:
+    """Microns of a STAMP file from before it wrote attributes, recognised by its stride of 224; others unchanged."""
+    if any(text(attrs, "unit") == "um" or number(attrs, "tile_size_um") for _, attrs in places):
+        return found
     try:
-        historic = round(infer_stride(coords)) == _HISTORIC_PX
+        historic = round(infer_stride(found.values)) == _HISTORIC_PX
     except UserError:
-        return None
-    return coords.double() * _HISTORIC_UM / _HISTORIC_PX if historic else None
+        return found
+    return (
+        found._replace(values=found.values.double() * _HISTORIC_UM / _HISTORIC_PX, microns=True) if historic else found
+    )
 
 
 def on_lattice(coords: Tensor, stride: float) -> tuple[Tensor, float]:

@@ -1,4 +1,4 @@
-"""HDF5 files of TRIDENT, AtlasPatch, CLAM and STAMP. A file is opened inside the call and never leads to another file."""
+"""HDF5 files of TRIDENT, AtlasPatch, CLAM and STAMP: opened inside the call, never leading to another file."""
 
 from contextlib import suppress
 from importlib import import_module
@@ -9,6 +9,7 @@ import h5py
 import torch
 from torch import Tensor
 
+from gated_srp.data.bag import BagError
 from gated_srp.data.containers import INFLATION, Container, Spec, known
 
 _MOST_HOPS = 8  # soft links in a row
@@ -26,7 +27,11 @@ class Hdf5File(Container):
         # The signature stands at byte 0, or behind a user block of 512, 1024 ... bytes.
         if not any(head[at : at + 8] == b"\x89HDF\r\n\x1a\n" for at in (0, 512, 1024)):
             pointer = head.startswith(b"version https://git-lfs")
-            cure = "It is a Git LFS pointer: run git lfs pull." if pointer else "Download or extract it again, or correct its ending."
+            cure = (
+                "It is a Git LFS pointer: run git lfs pull."
+                if pointer
+                else "Download or extract it again, or correct its ending."
+            )
             raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}. {cure}")
         self._file = h5py.File(path, "r", locking="best-effort")
 
@@ -39,6 +44,14 @@ class Hdf5File(Container):
             inside = self._resolve(name) if name in _GROUPS else None
             found += [f"{name}/{child}" for child in inside] if isinstance(inside, h5py.Group) else [name]
         return found
+
+    def has(self, name: str) -> bool:
+        try:
+            return isinstance(self._resolve(name), h5py.Dataset)
+        except BagError as error:
+            if error.kind == "external_link":
+                raise
+            return False
 
     def spec(self, name: str) -> Spec:
         data = self._dataset(name)
@@ -62,7 +75,10 @@ class Hdf5File(Container):
     def _dataset(self, name: str) -> h5py.Dataset:
         data = self._resolve(name)
         if not isinstance(data, h5py.Dataset):
-            raise self.error("no_features", f"'{name}' is a group, expected an array. Name the array with features_key or coords_key.")
+            raise self.error(
+                "no_features",
+                f"'{name}' is a group, expected an array. Name the array with features_key or coords_key.",
+            )
         if data.is_virtual or data.external:
             raise self._leads_away(name)
         if data.shape is None:
@@ -76,7 +92,10 @@ class Hdf5File(Container):
             if step in ("", "."):
                 continue
             if not isinstance(node, h5py.Group) or not node.id.links.exists(step.encode()):
-                raise self.error("unreadable", f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'}). Name a key that exists.")
+                raise self.error(
+                    "unreadable",
+                    f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'}). Name a key that exists.",
+                )
             link = node.id.links.get_info(step.encode()).type
             if link == h5py.h5l.TYPE_HARD:
                 node = node[step]
@@ -89,6 +108,6 @@ class Hdf5File(Container):
     def _leads_away(self, name: str) -> Exception:
         return self.error(
             "external_link",
-            f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; such files are not followed. "
+            f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed. "
             "Copy the data into one file (h5repack, or extract the slide again).",
         )
