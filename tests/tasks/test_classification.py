@@ -115,8 +115,14 @@ def test_a_strange_label_is_named():
         TASK.encode(pd.DataFrame({"label": ["a", "c"]}))
 
 
-def test_numbers_are_accepted_as_class_names():
-    assert Classification(("0", "1")).encode(pd.DataFrame({"label": [1, 0]})).tolist() == [1, 0]
+def test_whole_numbers_are_class_numbers_and_answers_are_names():
+    task = Classification(("1", "0"))
+    table = pd.DataFrame({"label": [1, 0]})
+    assert task.encode(table).tolist() == [1, 0]
+    assert task.answers(table)["label"].tolist() == ["0", "1"]
+    assert task.encode(pd.DataFrame(task.answers(table))).tolist() == [1, 0]
+    with pytest.raises(UserError, match="label 2 is none of the classes"):
+        task.encode(pd.DataFrame({"label": [0, 2]}))
 
 
 def test_kappa_selects_when_named_and_the_loss_where_it_is_undefined():

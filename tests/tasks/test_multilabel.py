@@ -29,6 +29,11 @@ def test_the_loss_is_the_mean_over_bags_and_labels_also_for_one_bag():
     assert TASK.loss(logits, target).item() == pytest.approx((one + math.log(2)) / 2)
 
 
+def test_answers_are_the_labels_of_the_table():
+    answers = TASK.answers(pd.DataFrame([[1, 0, 1], [0, 0, 1]], columns=["E", "H", "M"]))
+    assert {name: column.tolist() for name, column in answers.items()} == {"E": [1, 0], "H": [0, 0], "M": [1, 1]}
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 20))
 def test_metrics_agree_with_scikit_learn(seed, rows):

@@ -180,6 +180,12 @@ def test_a_time_or_event_that_cannot_be_read_names_its_row(time, event):
         TASK.encode(table([1.0, time], [1, event]))
 
 
+def test_answers_are_the_times_and_events_of_the_table():
+    answers = TASK.answers(table([1.5, 2.5], [True, False]))
+    assert answers["time"].tolist() == [1.5, 2.5]
+    assert answers["event"].tolist() == [1, 0]
+
+
 def test_an_empty_training_split_is_refused():
     with pytest.raises(UserError, match="no case"):
         Survival.fit(table([], []))

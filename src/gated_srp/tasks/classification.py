@@ -5,7 +5,6 @@ Shapes: B bags, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar
@@ -59,8 +58,12 @@ class Classification:
         return len(self.classes)
 
     def encode(self, table: pd.DataFrame) -> Tensor:
-        """Class numbers, (B,), of the column ``label``."""
+        """Class numbers, (B,), of the column ``label``: whole numbers are class numbers, text is class names."""
         return torch.from_numpy(self._index(table["label"]))
+
+    def answers(self, table: pd.DataFrame) -> Columns:
+        """``label`` as class names."""
+        return {"label": self._name(self._index(table["label"]))}
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean cross entropy of (B, C) logits and (B,) class numbers."""
@@ -70,14 +73,14 @@ class Classification:
         """Softmax in double precision, and the name of the likeliest class."""
         probability = softmax(as_numpy(logits), axis=1)  # (B, C)
         return {
-            "predicted": self._likeliest(probability),
+            "predicted": self._name(probability.argmax(1)),
             **dict(zip(self._probabilities, probability.T, strict=True)),
         }
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """Mean of the slides' probabilities."""
         cases = mean_by_case(slides, self.truth, self._probabilities)
-        cases["predicted"] = self._likeliest(cases[self._probabilities].to_numpy())
+        cases["predicted"] = self._name(cases[self._probabilities].to_numpy().argmax(1))
         return cases
 
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
@@ -110,18 +113,20 @@ class Classification:
     def _probabilities(self) -> list[str]:
         return [f"prob_{name}" for name in self.classes]
 
-    def _likeliest(self, probability: NDArray[np.float64]) -> NDArray[np.object_]:
-        return np.array([self.classes[i] for i in probability.argmax(1)], dtype=object)
+    def _name(self, numbers: NDArray[np.int64]) -> NDArray[np.object_]:
+        return np.array([self.classes[i] for i in numbers], dtype=object)
 
-    def _index(self, labels: Sequence[object] | pd.Series) -> NDArray[np.int64]:
-        number = {name: i for i, name in enumerate(self.classes)}
-        strange = sorted({str(label) for label in labels} - set(number))
+    def _index(self, labels: pd.Series) -> NDArray[np.int64]:
+        number: dict[object, int] = {name: i for i, name in enumerate(self.classes)}
+        if labels.dtype.kind in "iu":
+            number = dict(enumerate(range(self.num_outputs)))
+        strange = [label for label in labels if label not in number]
         if strange:
             raise UserError(
                 f"label {strange[0]!r} is none of the classes {list(self.classes)}. "
                 "Add it to `classes`, or correct the table."
             )
-        return np.array([number[str(label)] for label in labels], dtype=np.int64)
+        return np.array([number[label] for label in labels], dtype=np.int64)
 
 
 def quadratic_kappa(confusion: NDArray[np.floating]) -> float:

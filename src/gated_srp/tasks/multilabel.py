@@ -56,6 +56,10 @@ class Multilabel:
             raise UserError(f"label {self.labels[column]!r}, row {row + 1}: {target[row, column]}; expected 0 or 1.")
         return torch.from_numpy(target)
 
+    def answers(self, table: pd.DataFrame) -> Columns:
+        """Each label's column of 0 and 1."""
+        return dict(zip(self.labels, self.encode(table).numpy().astype(np.int64).T, strict=True))
+
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean over bags and labels of the binary cross entropy with logits."""
         logits = full_precision(logits)

@@ -77,6 +77,11 @@ class Survival:
         follow_up = _read(table)
         return torch.from_numpy(np.stack([self.bins(follow_up.time), follow_up.event], 1).astype(np.int64))
 
+    def answers(self, table: pd.DataFrame) -> Columns:
+        """``time``, and ``event`` as 0 or 1."""
+        follow_up = _read(table)
+        return {"time": follow_up.time, "event": follow_up.event.astype(np.int64)}
+
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean negative log likelihood of (B, K) logits and (B, 2) targets.
 

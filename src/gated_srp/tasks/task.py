@@ -32,7 +32,7 @@ class Task(Protocol):
 
     @property
     def truth(self) -> tuple[str, ...]:
-        """Columns of the label table that hold the truth; they are copied into predictions of labelled slides."""
+        """Columns of the label table, and of a predictions table of labelled slides, that hold the truth."""
 
     @property
     def select(self) -> str:
@@ -44,6 +44,9 @@ class Task(Protocol):
 
     def encode(self, table: pd.DataFrame) -> Tensor:
         """Targets of the table's rows, (B, ...); row b is the target of one bag."""
+
+    def answers(self, table: pd.DataFrame) -> Columns:
+        """The truth columns of the table's rows as a person reads them, for a predictions table."""
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean loss of (B, K) logits and (B, ...) targets; one bag may come without its batch dimension."""
