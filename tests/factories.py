@@ -169,12 +169,19 @@ def write_stamp(
     return path
 
 
-def write_slideflow(bags: Path, name: str, slide: Slide, *, step: int = 604) -> Path:
+def write_slideflow(
+    bags: Path, name: str, slide: Slide, *, step: int = 604, extractor: str = "slideflow.model.extractors.UNIFeatures"
+) -> Path:
     """<bags>/<name>.pt with the tiles' centres in <name>.index.npz."""
     bags.mkdir(parents=True, exist_ok=True)
     torch.save(torch.from_numpy(slide.features), bags / f"{name}.pt")
     np.savez(bags / f"{name}.index.npz", slide.cells * step + step // 2)
-    config = {"extractor": {"class": "x"}, "num_features": slide.features.shape[1], "tile_px": 299, "tile_um": 302}
+    config = {
+        "extractor": {"class": extractor, "kwargs": {}},
+        "num_features": slide.features.shape[1],
+        "tile_px": 299,
+        "tile_um": 302,
+    }
     (bags / "bags_config.json").write_text(json.dumps(config))
     return bags / f"{name}.pt"
 
@@ -279,6 +286,19 @@ def _claim_pt(path: Path) -> Path:
     return path.with_suffix(".pt")
 
 
+def _filter(path: Path) -> Path:
+    """h5py's own filter under the number of one that is not there."""
+    slide = make_slide()
+    with _h5(path) as file:
+        file.create_dataset("features", data=slide.features, compression="lzf")
+        file["coords"] = slide.cells * 512
+    written = path.read_bytes()
+    lzf = struct.pack("<H", h5py.h5z.FILTER_LZF)
+    at = written.rindex(lzf, 0, written.index(b"lzf"))
+    path.write_bytes(written[:at] + struct.pack("<H", 65000) + written[at + 2 :])
+    return path
+
+
 def _external(path: Path) -> Path:
     other = _good(path.with_name("elsewhere.hdf5_"))
     with _h5(path) as file:
@@ -378,6 +398,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "bad_coords",
         lambda p: write_h5(p, features=_F((5, 3)), coords=np.full((5, 2), np.nan)),
     ),
+    "a position beyond any slide": (
+        "bad_coords",
+        lambda p: write_h5(p, features=_F((5, 3)), coords=np.full((5, 2), 2**62)),
+    ),
     "scattered patches": (
         "no_stride",
         lambda p: write_h5(p, features=_F((3, 3)), coords=np.array([[0, 1], [7, 90], [33, 5]])),
@@ -390,6 +414,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "a 10 GB claim": ("oversized", _claim),
     "a 10 GB claim in npz": ("oversized", _claim_npz),
     "a 10 GB claim in pt": ("oversized", _claim_pt),
+    "a filter that is missing": ("missing_filter", _filter),
     "a symlink loop": ("symlink_loop", _link_loop),
     "pickled code": ("unsafe_pickle", _unsafe),
     "a .pt cut short": ("truncated", _cut_pt),

@@ -1,5 +1,6 @@
 """Every tool's layout gives the bag it was written from."""
 
+import sys
 import time
 
 import h5py
@@ -24,6 +25,8 @@ from factories import (
 from gated_srp.data import BagError, read_bag, read_header
 from gated_srp.srp.graph import PatchGraph
 
+_BLOCK = np.array([[0, 0], [1, 0], [0, 1], [1, 1]])
+
 # Of each layout: stride, unit, encoder, and the largest difference that its precision allows.
 EXPECTED = {
     "trident": (512, "px", "uni_v2", 0),
@@ -32,7 +35,7 @@ EXPECTED = {
     "clam": (512, "px", None, 0),
     "clam_pt": (512, "px", None, 0),
     "stamp": (256, "um", "uni_v2", 2e-3),
-    "slideflow": (604, "px", None, 0),
+    "slideflow": (604, "px", "uni_v1", 0),
     "npz": (512, "px", "uni_v1", 0),
     "safetensors": (512, "px", "uni_v2", 0),
     "torchmil": (512, "px", None, 0),
@@ -102,6 +105,14 @@ def test_features_of_another_encoder_than_asked_for_are_refused(tmp_path):
         read_bag(path, encoder="uni_v2")
     assert caught.value.kind == "wrong_encoder"
     assert read_bag(path, encoder="prov-gigapath").encoder == "gigapath"
+
+
+def test_a_folders_word_about_the_encoder_gives_way_to_the_callers_with_a_warning(tmp_path):
+    path = write_h5(tmp_path / "conch" / "s.h5", features=np.ones((4, 1536), "f4"), coords=_BLOCK * 512)
+    assert read_bag(path).encoder == "conch_v1"
+    bag = read_bag(path, encoder="uni_v2")
+    assert (bag.encoder, len(bag.warnings)) == ("uni_v2", 1)
+    assert "features of 'conch_v1', but 'uni_v2' was asked for" in bag.warnings[0]
 
 
 def test_the_callers_word_names_the_encoder_where_the_file_is_silent(tmp_path):
@@ -246,17 +257,24 @@ def test_a_broken_file_of_positions_is_charged_to_the_bag(tmp_path):
     assert (caught.value.kind, caught.value.path) == ("zero_bytes", path)
 
 
-def test_zarr_says_which_package_it_needs(tmp_path):
-    pytest.importorskip("h5py")
-    try:
-        import zarr  # noqa: F401
-    except ModuleNotFoundError:
-        (tmp_path / "s.zarr").mkdir()
-        with pytest.raises(BagError, match="pip install zarr") as caught:
-            read_bag(tmp_path / "s.zarr")
-        assert caught.value.kind == "needs_package"
-    else:
-        pytest.skip("zarr is installed")
+def test_zarr_says_which_package_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    (tmp_path / "s.zarr").mkdir()
+    with pytest.raises(BagError, match="pip install zarr") as caught:
+        read_bag(tmp_path / "s.zarr")
+    assert caught.value.kind == "needs_package"
+
+
+def test_tiatoolbox_zarr_opens_where_the_package_is_installed(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    slide = make_slide()
+    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w")
+    corner = slide.cells * 512
+    for name, array in (("features", slide.features), ("coordinates", np.concatenate([corner, corner + 512], 1))):
+        group.create_array(name, shape=array.shape, dtype=array.dtype)[...] = array
+    bag = read_bag(tmp_path / "s.zarr")
+    assert torch.equal(bag.features, torch.from_numpy(slide.features))
+    assert (bag.coords.tolist(), bag.stride, bag.patch_size_level0) == (corner.tolist(), 512, 512)
 
 
 def test_duplicate_positions_are_a_warning(tmp_path):

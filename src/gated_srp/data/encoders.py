@@ -1,6 +1,8 @@
 """Encoder names: every tool spells them differently, and a width does not tell (1536: UNI-v2, GigaPath, H-optimus)."""
 
+import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 # canonical name: (widths it is known to give, other spellings). Case, dashes, dots and spaces do not matter.
@@ -50,12 +52,25 @@ def known_widths(name: str) -> tuple[int, ...]:
 def encoder_of_folder(path: Path) -> str | None:
     """The encoder that a feature file's folders name (``features_uni_v2``, STAMP's ``uni2-0f3ab21c``), or None.
 
+    A folder's name is weak evidence: a file's own word and the caller's come first.
+
     >>> encoder_of_folder(Path("job/20x_256px_0px_overlap/features_uni_v2/s1.h5"))
     'uni_v2'
     """
-    for folder in path.parts[-2:-5:-1]:
+    for folder, above in pairwise((*path.parts[-2:-5:-1], "")):
         named = _FOLDER.match(folder)
         name = named["name"] if named else folder
-        if is_known(name) or (named and name not in ("h5", "pt")):  # feats_h5 and feats_pt name a container
+        # A name that the table lacks is believed in TRIDENT's tree alone: feats_h5 or features_2024 name no encoder.
+        if is_known(name) or (named and above.endswith("px_overlap")):
             return canonical(name)
-    return None
+    return _encoder_of_slideflow(path.parent / "bags_config.json")
+
+
+def _encoder_of_slideflow(config: Path) -> str | None:
+    """From the class of the extractor, such as ``...CTransPathFeatures``."""
+    try:
+        extractor = json.loads(config.read_text("utf-8"))["extractor"]["class"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    name = str(extractor).rsplit(".", 1)[-1].removesuffix("Features")
+    return canonical(name) if is_known(name) else None

@@ -82,7 +82,7 @@ def _collect(file: Container, *, encoder: str | None, features_key: str | None, 
     positions = read_positions(file, names, coords_key)
     if len(positions.values) != shape[0]:
         raise _row_mismatch(file, shape, len(positions.values))
-    name = _encoder_name(file.path, key, own, root)
+    name = _encoder_name(key, own, root)
     if encoder and name and canonical(encoder) != name and is_known(encoder) and is_known(name):
         raise file.error("wrong_encoder", _other_encoder(name, encoder))
     places: Places = [positions.places[0], ("features", own), ("file root", root), *positions.places[1:]]
@@ -92,18 +92,23 @@ def _collect(file: Container, *, encoder: str | None, features_key: str | None, 
 def _header(found: _Found, *, encoder: str | None, stride: float | None) -> BagHeader:
     positions = geometry.stamp_positions(found.positions, found.places) if found.key == "feats" else found.positions
     lattice = geometry.lattice(positions, found.places, found.path, given=stride)
-    notes = _encoder_notes(found.encoder, encoder, found.shape[1])
+    said = found.encoder or encoder_of_folder(found.path)
+    name = found.encoder or (canonical(encoder) if encoder else said)
     return BagHeader(
         path=found.path,
         shape=found.shape,
         dtype=torch.float32 if found.dtype == torch.float64 else found.dtype,
-        encoder=found.encoder or (canonical(encoder) if encoder else None),
+        encoder=name,
         coords=lattice.coords,
         stride=lattice.stride,
         stride_source=lattice.source,
         unit=lattice.unit,
         patch_size_level0=lattice.patch_size,
-        warnings=(*lattice.warnings, *_duplicates(lattice.coords), *notes),
+        warnings=(
+            *lattice.warnings,
+            *_duplicates(lattice.coords),
+            *_encoder_notes(name, said, encoder, found.shape[1]),
+        ),
         **_about_slide(found.places),
     )
 
@@ -203,23 +208,23 @@ def _duplicates(coords: Tensor) -> tuple[str, ...]:
     return (found,) if again else ()
 
 
-def _encoder_name(path: Path, key: str, own: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """From the array's attributes, its group, the file's attributes, the folder; in this order."""
+def _encoder_name(key: str, own: dict[str, Any], root: dict[str, Any]) -> str | None:
+    """What the file itself says: the array's attributes, its group, the file's attributes; in this order."""
     in_group = key.rsplit("/", 1)[1] if key.split("/")[0] in _FEATURES and "/" in key else None
     noted = text(own, "encoder", "extractor") or in_group or text(root, "encoder", "extractor")
-    return canonical(noted) if noted else encoder_of_folder(path)
+    return canonical(noted) if noted else None
 
 
 def _other_encoder(name: str, asked: str) -> str:
     return f"features of {name!r}, but {canonical(asked)!r} was asked for. Point at the others, or change encoder."
 
 
-def _encoder_notes(name: str | None, asked: str | None, width: int) -> tuple[str, ...]:
+def _encoder_notes(name: str | None, said: str | None, asked: str | None, width: int) -> tuple[str, ...]:
     notes: tuple[str, ...] = ()
-    if asked and name and canonical(asked) != name:  # one of the two is not in the table, and may be the other's alias
-        notes = (f"encoder: {_other_encoder(name, asked)}",)
-    widths = known_widths(name or asked or "")
+    if asked and said and canonical(asked) != said:  # a folder's word, or a name that the table lacks: may be an alias
+        notes = (f"encoder: {_other_encoder(said, asked)}",)
+    widths = known_widths(name or "")
     if widths and width not in widths:
         expected = " or ".join(map(str, widths))
-        notes += (f"encoder: {name or asked} gives {expected} channels, these have {width}. Check what wrote them.",)
+        notes += (f"encoder: {name} gives {expected} channels, these have {width}. Check what wrote them.",)
     return notes

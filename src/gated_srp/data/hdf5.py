@@ -56,8 +56,16 @@ class Hdf5File(Container):
     def spec(self, name: str) -> Spec:
         data = self._dataset(name)
         dtype = self._dtype(name, data.dtype)
+        plan = data.id.get_create_plist()
+        for code, _, _, label in (plan.get_filter(i) for i in range(plan.get_nfilters())):
+            if not h5py.h5z.filter_avail(code):
+                raise self.error(
+                    "missing_filter",
+                    f"'{name}' is compressed with a filter that is missing here ({label.decode('utf-8', 'replace')}, "
+                    f"number {code}). Install it with: pip install hdf5plugin",
+                )
         stored = data.id.get_storage_size()
-        most = stored * (INFLATION if data.id.get_create_plist().get_nfilters() else 1)
+        most = stored * (INFLATION if plan.get_nfilters() else 1)
         if data.nbytes > most:
             raise self._oversized(name, data.nbytes, stored)
         return Spec(data.shape, dtype)

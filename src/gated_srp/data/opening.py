@@ -78,14 +78,9 @@ def _check_path(path: Path) -> None:
 
 def _classified(path: Path, error: Exception) -> BagError:
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    low = said.lower()
     if isinstance(error, PermissionError):
         return BagError("unreadable", path, "permission denied. Check the file's permissions.")
-    if "filter" in low and ("required" in low or "not available" in low or "not registered" in low):
-        return BagError(
-            "missing_filter", path, f"compressed with a filter that is not installed ({said}). pip install hdf5plugin"
-        )
-    if "unable to lock" in low:
+    if "unable to lock" in said:
         return BagError(
             "locked",
             path,

@@ -82,12 +82,12 @@ def _tidy(file: Container, name: str, places: Places) -> Positions:
     table = file.read(name).reshape(rows)
     side = float((table[:, 2] - table[:, 0]).median()) if rows[1] == 4 and len(table) else None
     values = table[:, :2].contiguous()  # (N, 2)
+    if not bool((values.abs() < _LARGEST).all()):  # NaN is not smaller either
+        raise file.error(
+            "bad_coords",
+            f"'{name}' holds positions that are not finite or beyond any slide. Drop those patches, or extract again.",
+        )
     if values.is_floating_point():
         values = values.double()
-        if not bool((torch.isfinite(values) & (values.abs() < _LARGEST)).all()):
-            raise file.error(
-                "bad_coords",
-                f"'{name}' holds positions that are not finite. Drop those patches, or extract the slide again.",
-            )
         values = values.long() if bool((values == values.round()).all()) else values
     return Positions(values, places, side=side if side and side > 0 else None)
