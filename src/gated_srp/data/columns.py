@@ -79,8 +79,11 @@ def resolve_columns(
 def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> list[str]:
     """Two patient columns that group differently would leak patients across splits: the user must say which counts."""
     first = found[0]
-    groups = frame[first].nunique(dropna=False)
-    differ = [name for name in found[1:] if len(frame[[first, name]].drop_duplicates()) != groups]
+    differ = [
+        name
+        for name in found[1:]
+        if len(frame[[first, name]].drop_duplicates()) != min(frame[[first, name]].nunique(dropna=False))
+    ]
     if key == "case" and differ:
         raise UserError(
             f"{where}: {first!r} and {differ[0]!r} group slides differently. Name the patients with `case`."

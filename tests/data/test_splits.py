@@ -1,0 +1,348 @@
+"""Splits: the published rules against plain loops, a user's own, and other tools' files."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gated_srp.data import published_splits
+from gated_srp.data.balance import balanced_parts, nearest_part
+from gated_srp.data.imported_splits import import_split
+from gated_srp.data.splits import (
+    Split,
+    assign_parts,
+    case_groups,
+    hold_out,
+    k_folds,
+    own_split,
+    site_folds,
+    survival_strata,
+    write_split,
+)
+from gated_srp.data.table import Table
+from gated_srp.errors import UserError
+
+
+def classification(cases: list[str], labels: list[int], sites: list[str] | None = None) -> Table:
+    frame = pd.DataFrame({"slide": [f"s{i:03}" for i in range(len(cases))], "case": cases, "label": labels})
+    if sites is not None:
+        frame["site"] = sites
+    return Table(frame, "classification", tuple(map(str, range(max(labels) + 1))))
+
+
+def survival(times: list[float], events: list[int]) -> Table:
+    cases = [f"c{i:03}" for i in range(len(times))]
+    return Table(pd.DataFrame({"slide": cases, "case": cases, "time": times, "event": events}), "survival")
+
+
+def test_hold_out_equals_a_plain_loop_over_the_rule() -> None:
+    groups = {f"u{i:03}": "ba"[i % 2] if i < 50 else "c" for i in range(73)} | {"x1": "d", "x2": "d", "y": "e"}
+    rng, wanted = np.random.default_rng(7), {}
+    for group in ["a", "b", "c", "d", "e"]:
+        units = [unit for unit in sorted(groups) if groups[unit] == group]
+        rng.shuffle(units)
+        n = len(units)
+        test = 0 if n <= 2 else min(max(1, round(0.2 * n)), n - 2)
+        rest = units[test:]
+        val = 0 if len(rest) <= 1 else min(max(1, round(0.1 * len(rest))), len(rest) - 1)
+        for i, unit in enumerate(units):
+            wanted[unit] = "test" if i < test else "val" if i < test + val else "train"
+    assert hold_out(dict(sorted(groups.items())), 7) == wanted
+    sizes = Counter((group, hold_out(groups, 7)[unit]) for unit, group in groups.items())
+    # 25 units: 5 test, 2 of 20 val. 23: round(4.6) = 5, round(1.8) = 2. Two: one val, one train. One: train.
+    assert [sizes["a", p] for p in ("test", "val", "train")] == [5, 2, 18]
+    assert [sizes["c", p] for p in ("test", "val", "train")] == [5, 2, 16]
+    assert [sizes["d", p] for p in ("test", "val", "train")] == [0, 1, 1]
+    assert [sizes["e", p] for p in ("test", "val", "train")] == [0, 0, 1]
+
+
+def test_survival_split_equals_a_plain_loop_over_the_rule() -> None:
+    rng = np.random.default_rng(0)
+    table = survival(rng.integers(1, 60, 80).astype(float).tolist(), rng.integers(0, 2, 80).tolist())
+    times = dict(zip(table.frame["case"], table.frame["time"], strict=True))
+    edges = sorted(set(np.quantile(list(times.values()), [0.25, 0.5, 0.75])))
+    names = {
+        c: f"event{e}_time{sum(edge <= times[c] for edge in edges)}"
+        for c, e in table.frame[["case", "event"]].to_numpy()
+    }
+    if min(Counter(names.values()).values()) < 5:
+        names = {case: name.split("_")[0] for case, name in names.items()}
+
+    def first_hand(cases: list[str], hands: int, seed: int) -> set[str]:
+        draw, hand = np.random.default_rng(seed), set()
+        for name in sorted({names[case] for case in cases}):
+            members = sorted(case for case in cases if names[case] == name)
+            draw.shuffle(members)
+            hand |= {case for i, case in enumerate(members) if i % hands == 0}
+        return hand
+
+    test = first_hand(list(names), 5, 43)
+    val = first_hand([case for case in names if case not in test], 8, 43_017)
+    split = published_splits.by_event_and_time(table, 43)
+    assert split.parts == {case: "test" if case in test else "val" if case in val else "train" for case in names}
+    assert own_split(table, 43).parts == split.parts
+
+
+def test_survival_strata_are_events_alone_where_quarters_would_be_too_small() -> None:
+    fine = survival_strata(survival([float(i) for i in range(1, 41)], [0, 1] * 20).cases)
+    # edges 10.75, 20.5, 30.25: quarters of ten, five of each event
+    assert (fine["c000"], fine["c009"], fine["c010"], fine["c039"]) == (
+        "event0_time0",
+        "event1_time0",
+        "event0_time1",
+        "event1_time3",
+    )
+    coarse = survival_strata(survival([float(i) for i in range(1, 40)], [0, 1] * 19 + [0]).cases)
+    assert set(coarse.values()) == {"event0", "event1"}
+
+
+def test_a_time_on_an_edge_counts_to_the_later_quarter() -> None:
+    strata = survival_strata(survival([1.0] * 10 + [2.0] * 20 + [3.0] * 10, [1] * 40).cases)  # edges 1.75, 2, 2.25
+    assert [strata[c] for c in ("c000", "c010", "c039")] == ["event1_time0", "event1_time2", "event1_time3"]
+
+
+def test_balanced_parts_share_classes_and_visit_the_rarest_first() -> None:
+    vectors = {"a": np.array([4.0, 0]), "b": np.array([4.0, 0]), "c": np.array([0, 1.0]), "d": np.array([0, 1.0])}
+    assert [sorted(part) for part in balanced_parts(vectors, 2)] == [["a", "c"], ["b", "d"]]
+    assert nearest_part([["a"], ["c", "d"], []], vectors) == ["c", "d"]
+
+
+def test_bracs_rule_keeps_patients_whole_and_turns_the_test_part_with_the_seed() -> None:
+    rng = np.random.default_rng(1)
+    table = classification([str(i) for i in rng.integers(0, 40, 160)], rng.integers(0, 7, 160).tolist())
+    tests = []
+    for seed in range(42, 47):
+        split = published_splits.by_label_vector(table, seed)
+        parts = assign_parts(split, table)
+        assert set(parts) == {"train", "val", "test"}
+        assert (abs(parts.value_counts()["test"] - 32)) <= 3
+        tests.append({case for case, part in split.parts.items() if part == "test"})
+    assert sum(map(len, tests)) == len(set().union(*tests)) == table.frame["case"].nunique()  # five parts, no overlap
+
+
+def test_a_patients_group_is_the_class_of_most_slides_and_ties_go_to_the_higher() -> None:
+    table = classification(["p", "p", "p", "q", "q", "r"], [0, 0, 2, 0, 1, 2])
+    assert case_groups(table) == {"p": "0", "q": "1", "r": "2"}
+
+
+def test_with_several_labels_a_patients_group_is_the_rarest_it_has() -> None:
+    frame = pd.DataFrame({"slide": list("abcd"), "case": list("ppqr"), "A": [1, 0, 1, 0], "B": [0, 1, 0, 0]})
+    assert case_groups(Table(frame, "multilabel", ("A", "B"))) == {"p": "B", "q": "A", "r": "none"}
+
+
+PATIENTS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2), st.integers(0, 4)), min_size=6, max_size=60)
+
+
+@settings(deadline=None)
+@given(PATIENTS, st.integers(0, 1000))
+def test_no_patient_and_no_site_ever_crosses(rows: list[tuple[int, int, int]], seed: int) -> None:
+    site_of = {patient: site for patient, _, site in rows}
+    table = classification(
+        [f"p{p}" for p, _, _ in rows], [label for _, label, _ in rows], [f"h{site_of[p]}" for p, _, _ in rows]
+    )
+    cases, sites = table.frame["case"], table.frame["site"]
+    for split in (own_split(table, seed), *(k_folds(table, 2, seed) if cases.nunique() > 1 else ())):
+        assert set(split.parts) == set(cases)
+        assert assign_parts(split, table).notna().all()
+    if cases.nunique() >= 3:
+        folds = k_folds(table, 3, seed)
+        tested = [case for split in folds for case, part in split.parts.items() if part == "test"]
+        assert sorted(tested) == sorted(set(cases))
+        sizes = [split.counts["test"] for split in folds]
+        assert max(sizes) - min(sizes) <= 1
+    if sites.nunique() >= 2:
+        folds = site_folds(table, 2, seed)
+        for split in folds:
+            parts = assign_parts(split, table)
+            in_test = set(sites[parts == "test"])
+            assert in_test
+            assert not in_test & set(sites[parts != "test"])
+            if sites.nunique() - len(in_test) > 1:
+                assert not set(sites[parts == "val"]) & set(sites[parts == "train"])
+        assert set(sites[assign_parts(folds[0], table) == "test"]) | set(
+            sites[assign_parts(folds[1], table) == "test"]
+        ) == set(sites)
+
+
+def test_folds_are_stratified() -> None:
+    table = classification([f"p{i:02}" for i in range(40)], [int(i < 10) for i in range(40)])
+    for split in k_folds(table, 5, 42):
+        tested = [case for case, part in split.parts.items() if part == "test"]
+        assert Counter(int(case[1:]) < 10 for case in tested) == {True: 2, False: 6}
+
+
+def test_too_many_folds_and_missing_or_double_sites_are_users_errors() -> None:
+    table = classification(["p", "q", "r"], [0, 1, 0])
+    with pytest.raises(UserError, match="4 folds of 3 patients"):
+        k_folds(table, 4, 42)
+    with pytest.raises(UserError, match="need the site of every slide"):
+        site_folds(table, 2, 42)
+    with pytest.raises(UserError, match=r"1 patients have slides of several sites \(p\)"):
+        site_folds(classification(["p", "p", "q"], [0, 1, 0], ["x", "y", "x"]), 2, 42)
+
+
+# The file
+
+
+def test_a_split_is_written_sorted_and_its_hash_does_not_depend_on_order(tmp_path: Path) -> None:
+    split = Split("slide_id", {"b": "test", "a,1": "train"}, "x")
+    write_split(split, tmp_path / "deep" / "split.csv")
+    assert (tmp_path / "deep" / "split.csv").read_text() == 'slide_id,split\n"a,1",train\nb,test\n'
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["split.csv"]
+    assert split.hash == Split("other", {"a,1": "train", "b": "test"}, "y").hash
+    assert split.hash != replace(split, parts={"b": "val", "a,1": "train"}).hash
+    assert split.counts == {"train": 1, "val": 0, "test": 1}
+
+
+def test_a_patient_in_two_parts_is_refused_by_name() -> None:
+    table = classification(["p", "p", "q"], [0, 1, 0])
+    with pytest.raises(UserError, match=r"1 patients are in more than one part \(p\)"):
+        assign_parts(Split("slide_id", {"s000": "train", "s001": "test", "s002": "train"}, "x"), table)
+    with pytest.raises(UserError, match="none of its slide_ids is in the table"):
+        assign_parts(Split("slide_id", {"z": "train"}, "x"), table)
+
+
+# Other tools' files
+
+TABLE = Table(
+    pd.DataFrame({"slide": ["a.svs", "b", "c", "d", "e"], "case": ["p", "p", "q", "r", "t"], "label": [0, 0, 1, 0, 1]}),
+    "classification",
+    ("0", "1"),
+)
+BY_SLIDE = {"a.svs": "train", "b": "train", "c": "val", "d": "test", "e": "train"}
+BY_CASE = {"p": "train", "q": "val", "r": "test", "t": "train"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("splits_0.csv", ",train,val,test\n0,a,c,d\n1,b,,\n2,e,,\n", BY_SLIDE),
+        (
+            "splits_0_bool.csv",
+            ",train,val,test\na,True,False,False\nb,True,False,False\nc,False,True,False\nd,False,False,True\ne,True,False,False\n",
+            BY_SLIDE,
+        ),
+        ("splits_0.csv", ",train,val,test\n0,p,q,r\n1,t,,\n", BY_CASE),
+        (
+            "k=all.tsv",
+            "case_id\tslide_id\ty\tfold_0\np\ta\t0\ttrain\np\tb\t0\ttrain\nq\tc\t1\tval\nr\td\t0\ttest\nt\te\t1\ttrain\n",
+            BY_SLIDE,
+        ),
+        ("split.csv", "slide_id,split\nA.SVS,Training\nb,train\nc,Validation\nd,Testing\ne,train\n", BY_SLIDE),
+        ("split.csv", "patient_id,split\np,train\nq,val\nr,test\nt,train\n", BY_CASE),
+    ],
+)
+def test_other_tools_files_are_read_in_the_tables_own_ids(
+    tmp_path: Path, name: str, text: str, wanted: dict[str, str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    split = import_split(tmp_path / name, TABLE)
+    assert split.parts == wanted
+    assert split.by_slide == (wanted is BY_SLIDE)
+    assert split.notes == ()
+
+
+def test_our_own_file_comes_back_with_the_same_hash(tmp_path: Path) -> None:
+    split = own_split(TABLE, 42)
+    write_split(split, tmp_path / "split.csv")
+    again = import_split(tmp_path / "split.csv", TABLE)
+    assert (again.hash, again.unit) == (split.hash, "case_id")
+
+
+def test_folds_are_chosen_by_number(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(
+        "slide_id,fold_0,fold_1\na,train,test\nb,train,test\nc,val,val\nd,test,train\ne,train,train\n"
+    )
+    assert import_split(tmp_path / "t.csv", TABLE, fold=1).parts["a.svs"] == "test"
+    (tmp_path / "splits_0.csv").write_text(",train,val,test\n0,p,q,r\n1,t,,\n")
+    (tmp_path / "splits_1.csv").write_text(",train,val,test\n0,r,q,p\n1,t,,\n")
+    assert import_split(tmp_path, TABLE, fold=1).parts["p"] == "test"
+    with pytest.raises(UserError, match="no column train, fold_2 or split"):
+        import_split(tmp_path / "t.csv", TABLE, fold=2)
+    with pytest.raises(UserError, match=r"no train.csv, splits_7.csv"):
+        import_split(tmp_path, TABLE, fold=7)
+
+
+def test_a_panther_folder_is_read(tmp_path: Path) -> None:
+    fold = tmp_path / "TASK_k=0"
+    fold.mkdir()
+    (fold / "train.csv").write_text("case_id,slide_id\np,a.svs\np,b\nt,e\n")
+    (fold / "val.csv").write_text("case_id,slide_id\nq,c\n")
+    (fold / "test.csv").write_text("case_id,slide_id\nr,d\n")
+    assert import_split(fold, TABLE).parts == BY_SLIDE
+    assert import_split(tmp_path, TABLE, fold=0).parts == BY_SLIDE
+
+
+def test_stamp_folds_get_a_validation_part_drawn_from_training_patients(tmp_path: Path) -> None:
+    table = classification([f"p{i:02}" for i in range(30)], [i % 2 for i in range(30)])
+    test = [f"p{i:02}" for i in range(6)]
+    train = [f"p{i:02}" for i in range(6, 30)]
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps({"splits": [{"train_patients": train, "test_patients": test}]}))
+    split = import_split(path, table)
+    assert split.counts == {"train": 22, "val": 2, "test": 6}
+    assert {case for case, part in split.parts.items() if part == "test"} == set(test)
+    assert "no validation part" in split.notes[-1]
+    with pytest.raises(UserError, match="fold 3"):
+        import_split(path, table, fold=3)
+    path.write_text("{]")
+    with pytest.raises(UserError, match=r"not a splits.json of STAMP"):
+        import_split(path, table)
+
+
+def test_survpath_files_of_train_and_val_test_on_their_val(tmp_path: Path) -> None:
+    table = classification([f"p{i:02}" for i in range(30)], [i % 2 for i in range(30)])
+    rows = "".join(f"{i},p{i:02},{f'p{i + 24:02}' if i < 6 else ''}\n" for i in range(24))
+    (tmp_path / "splits_0.csv").write_text(",train,val\n" + rows)
+    split = import_split(tmp_path / "splits_0.csv", table)
+    assert {case for case, part in split.parts.items() if part == "test"} == {f"p{i}" for i in range(24, 30)}
+    assert split.counts["val"] == 2
+    assert "its val is read as test" in split.notes[0]
+
+
+def test_strangers_and_absent_slides_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "s.csv").write_text("slide_id,split\na,train\nc,val\nd,test\nzzz,train\n")
+    assert import_split(tmp_path / "s.csv", TABLE).notes == (
+        "1 of its 4 ids are not in the table and are left out",
+        "2 slides of the table are in no part and are left out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slide_id,split\na,train\nb,test\nc,val\n", r"1 patients are in more than one part \(p\)"),
+        ("slide_id,split\nc,train\nC.svs,test\n", r"1 ids are in more than one part \(c\)"),
+        ("slide_id,split\na,training set\n", "'training set'"),
+        ("slide_id,split\nzzz,train\n", "is a slide or a patient of the table"),
+        ("slide_id,label\na,1\n", "names no parts"),
+    ],
+)
+def test_an_imported_split_that_cannot_be_trusted_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "s.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        import_split(tmp_path / "s.csv", TABLE)
+
+
+def test_adp_row_files_give_the_parts_and_wrong_ones_are_refused(tmp_path: Path) -> None:
+    table = Table(
+        pd.DataFrame({"slide": list("abcdef"), "case": list("abcdef"), "X": [0, 1] * 3}), "multilabel", ("X",)
+    )
+    for name, rows in (("train", [5, 0, 1]), ("valid", [2]), ("test", [3, 4])):
+        np.save(tmp_path / f"{name}.npy", np.array(rows))
+    split = published_splits.from_row_files(table, tmp_path)
+    assert split.parts == {"f": "train", "a": "train", "b": "train", "c": "val", "d": "test", "e": "test"}
+    assert assign_parts(split, table).tolist() == ["train", "train", "val", "test", "test", "train"]
+    for rows, message in (([1], "named twice"), ([9], "row numbers run to 9"), ([0.5], "list of row numbers")):
+        np.save(tmp_path / "test.npy", np.array(rows))
+        with pytest.raises(UserError, match=message):
+            published_splits.from_row_files(table, tmp_path)
+    np.save(tmp_path / "test.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match="cannot be read"):
+        published_splits.from_row_files(table, tmp_path)
