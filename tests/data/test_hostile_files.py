@@ -27,6 +27,22 @@ def _outcome(path) -> str:
         return error.kind
 
 
+def test_half_written_compressed_chunks_are_refused(tmp_path):
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file.create_dataset("features", (100, 12), "f4", chunks=(10, 12), compression="gzip")[:60] = 1.0
+        file["coords"] = np.stack([np.arange(100) * 512, np.zeros(100)], 1)
+    assert _kind(tmp_path / "s.h5") == "oversized"
+
+
+def test_positions_that_compress_to_almost_nothing_open(tmp_path):
+    cells = make_slide(columns=200, rows=200, width=1, kept=1.1).cells
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["features"] = np.ones((len(cells), 2), "f4")
+        shape = {"chunks": cells.shape, "compression": "gzip", "compression_opts": 9, "shuffle": True}
+        file.create_dataset("coords", data=cells * 512, **shape)
+    assert read_bag(tmp_path / "s.h5").coords.tolist() == (cells * 512).tolist()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_file_cut_anywhere_is_refused_or_whole(layout, tmp_path):
     slide = make_slide(columns=5, rows=4)

@@ -22,9 +22,8 @@ from torch import Tensor
 from gated_srp.data.attributes import WANTED, plain
 from gated_srp.data.bag import BagError
 
-INFLATION = (
-    200  # features hardly compress; bytes that claim to have shrunk more than this are a bomb or were never written
-)
+_INFLATION = 200  # features hardly compress: bytes that claim to have shrunk more than this are a bomb
+_HARMLESS = 2**24  # bytes; positions on a lattice may shrink to anything, but are few
 
 # What an array of this numpy type is read as: torch lacks the wider unsigned types.
 _DTYPES = {
@@ -103,6 +102,11 @@ def known(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(attrs[name]) for name in attrs if name in WANTED}
 
 
+def unfolded(stored: int) -> int:
+    """The most bytes that so many compressed ones may honestly stand for."""
+    return max(stored * _INFLATION, _HARMLESS)
+
+
 class NumpyFile(Container):
     """``.npz`` (named arrays; 0-d entries are attributes) and ``.npy`` (one array named features)."""
 
@@ -135,7 +139,7 @@ class NumpyFile(Container):
         claimed = math.prod(shape) * dtype.itemsize
         if self._zip:
             entry = self._zip.getinfo(f"{name}.npy")
-            stored = min(entry.file_size, INFLATION * min(entry.compress_size, os.path.getsize(self.path)))
+            stored = min(entry.file_size, unfolded(min(entry.compress_size, os.path.getsize(self.path))))
         else:
             stored = os.path.getsize(self.path)
         if claimed > stored:
@@ -187,7 +191,7 @@ class SafetensorsFile(Container):
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._tensors.get_tensor(name)
-        return tensor.to(self.spec(name).dtype)
+        return tensor.to(self.spec(name).dtype, copy=True)  # the mapping must not outlive this call
 
     def attrs(self, name: str = "") -> dict[str, Any]:
         return {} if name else known(self._tensors.metadata() or {})
@@ -211,7 +215,8 @@ class ZarrFolder(Container):
 
     def spec(self, name: str) -> Spec:
         array = self._group[name]
-        if array.nchunks_initialized < array.nchunks:
+        # zarr leaves out chunks of zeros, so a small array may lack some.
+        if array.nbytes > _HARMLESS and array.nchunks_initialized < array.nchunks:
             raise self._oversized(name, array.nbytes, array.nbytes * array.nchunks_initialized // max(array.nchunks, 1))
         return Spec(tuple(array.shape), self._dtype(name, np.dtype(array.dtype)))
 

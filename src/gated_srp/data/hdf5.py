@@ -1,5 +1,6 @@
 """HDF5 files of TRIDENT, AtlasPatch, CLAM and STAMP: opened inside the call, never leading to another file."""
 
+import math
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import BagError
-from gated_srp.data.containers import INFLATION, Container, Spec, known
+from gated_srp.data.containers import Container, Spec, known, unfolded
 
 _MOST_HOPS = 8  # soft links in a row
 _GROUPS = ("features", "feats", "patch_embeddings", "embeddings")
@@ -65,8 +66,12 @@ class Hdf5File(Container):
                     f"number {code}). Install it with: pip install hdf5plugin",
                 )
         stored = data.id.get_storage_size()
-        most = stored * (INFLATION if plan.get_nfilters() else 1)
-        if data.nbytes > most:
+        if plan.get_nfilters() and data.chunks:
+            chunks = math.prod(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))
+            real = data.id.get_num_chunks() >= chunks and data.nbytes <= unfolded(stored)
+        else:
+            real = data.nbytes <= stored
+        if not real:
             raise self._oversized(name, data.nbytes, stored)
         return Spec(data.shape, dtype)
 
