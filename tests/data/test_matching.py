@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_srp.data.matching import SLIDE_ENDINGS, files_of_cases, match_slides, slide_stem
@@ -91,6 +91,7 @@ def test_a_patients_files_start_with_its_id_and_go_to_the_longest_that_fits() ->
 NAMES = st.lists(st.text("ab1_-.", min_size=1, max_size=6).filter(lambda n: n.strip(".")), max_size=8, unique=True)
 
 
+@settings(deadline=None)
 @given(NAMES, NAMES)
 def test_every_slide_is_in_one_list_and_every_file_is_used_once_or_unused(slides: list[str], names: list[str]) -> None:
     files = [Path(f"{name}.h5") for name in names]

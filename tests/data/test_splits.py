@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_srp.data import published_splits
-from gated_srp.data.balance import balanced_parts, nearest_part
+from gated_srp.data.balance import balanced_parts, nearest_part, validation_part
 from gated_srp.data.imported_splits import import_split
 from gated_srp.data.splits import (
     Split,
@@ -113,6 +113,57 @@ def test_balanced_parts_share_classes_and_visit_the_rarest_first() -> None:
     assert nearest_part([["a"], ["c", "d"], []], vectors) == ["c", "d"]
 
 
+def test_validation_takes_every_class_before_it_takes_the_right_size() -> None:
+    vectors = {"a": np.array([9.0, 0]), "b": np.array([40.0, 5]), "c": np.array([41.0, 5])}  # a tenth is 9 and 1
+    assert validation_part([["a"], ["b"], ["c"]], vectors) == ["b"]
+    assert nearest_part([["a"], ["b"], ["c"]], vectors) == ["a"]
+
+
+def naive_greedy(vectors: dict[str, np.ndarray], parts: int, seed: int) -> list[list[str]]:
+    """The published rule to the letter, with the draws that decide nothing."""
+    rng = np.random.default_rng(seed)
+    total = sum(vectors.values())
+    n = total.sum()
+    rng.permutation(sorted(vectors))
+    order = sorted(
+        vectors, key=lambda i: (-sum(vectors[i] / np.maximum(total, 1)), -(vectors[i] > 0).sum(), -vectors[i].sum(), i)
+    )
+    held, chosen = np.zeros((parts, len(total))), [[] for _ in range(parts)]
+    for unit in order:
+        rng.permutation(parts)
+        scores = []
+        for part in range(parts):
+            trial = held.copy()
+            trial[part] = trial[part] + vectors[unit]
+            sizes = trial.sum(1)
+            classes = ((trial - total / parts) ** 2 / (total / parts + 1)).sum()
+            scores.append((classes + 0.05 * ((sizes - n / parts) ** 2 / (n / parts + 1)).sum(), sizes[part], part))
+        best = min(scores)[2]
+        held[best] += vectors[unit]
+        chosen[best].append(unit)
+    return chosen
+
+
+def test_bracs_rule_equals_the_rule_to_the_letter() -> None:
+    rng = np.random.default_rng(3)
+    table = classification([str(i) for i in rng.integers(0, 50, 200)], rng.integers(0, 7, 200).tolist())
+    vectors = {c: np.bincount(g, minlength=7).astype(float) for c, g in table.frame.groupby("case")["label"]}
+    for seed in (42, 46):
+        test = naive_greedy(vectors, 5, seed)[seed % 5]
+        rest = {case: vector for case, vector in vectors.items() if case not in test}
+        pool = sum(rest.values())
+        keys = []
+        for part in naive_greedy(rest, 10, seed * 1000 + 17):
+            count = sum((rest[case] for case in part), np.zeros(7))
+            missing, size, wanted = int((count == 0).sum()), count.sum(), 0.1 * pool.sum()
+            off = sum(abs(c - t) / (t + 1) for c, t in zip(count, 0.1 * pool, strict=True))
+            key = 1000 * missing + off + 0.25 * abs(size - wanted) / (wanted + 1)
+            keys.append((key, missing, abs(size - round(wanted)), sorted(part)))
+        val = min(keys)[3]
+        told = published_splits.by_label_vector(table, seed).parts
+        assert told == {case: "test" if case in test else "val" if case in val else "train" for case in vectors}
+
+
 def test_bracs_rule_keeps_patients_whole_and_turns_the_test_part_with_the_seed() -> None:
     rng = np.random.default_rng(1)
     table = classification([str(i) for i in rng.integers(0, 40, 160)], rng.integers(0, 7, 160).tolist())
@@ -175,6 +226,12 @@ def test_folds_are_stratified() -> None:
     for split in k_folds(table, 5, 42):
         tested = [case for case, part in split.parts.items() if part == "test"]
         assert Counter(int(case[1:]) < 10 for case in tested) == {True: 2, False: 6}
+
+
+def test_a_cohort_too_small_to_split_says_so() -> None:
+    split = own_split(classification(["p", "q"], [0, 1]), 42)
+    assert split.counts == {"train": 2, "val": 0, "test": 0}
+    assert split.notes == ("warning: no patient in val, test: the cohort is too small for this split",)
 
 
 def test_too_many_folds_and_missing_or_double_sites_are_users_errors() -> None:

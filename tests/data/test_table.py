@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gated_srp.data.matching import match_slides
 from gated_srp.data.table import Columns, Table, read_table
 from gated_srp.errors import UserError
 
@@ -173,6 +174,19 @@ def test_a_slide_with_two_labels_is_refused_and_one_repeated_is_taken_once(tmp_p
     assert any("repeat a slide" in note for note in table.notes)
 
 
+def test_a_full_path_is_no_longer_absolute_and_still_finds_its_file(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path, "slide_id,case_id,label\n/data/p1/a.h5,1,0\nC:\\data\\p2\\a.h5,2,1\n"))
+    assert list(table.frame["slide"]) == ["data/p1/a.h5", "data\\p2\\a.h5"]
+    files = [Path("x/data/p1/a.h5"), Path("x/data/p2/a.h5")]
+    assert list(match_slides(list(table.frame["slide"]), files).found.values()) == files
+
+
+def test_ids_that_a_parquet_file_keeps_as_its_index_are_read(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"case_id": ["1", "2"], "label": [0.0, 1.0]}, index=pd.Index(["a", "b"], name="slide_id"))
+    frame.to_parquet(tmp_path / "t.parquet")
+    assert rows(read_table(tmp_path / "t.parquet"), "slide", "label") == [("a", 0), ("b", 1)]
+
+
 # Survival
 
 
@@ -295,6 +309,7 @@ TEXT = st.text(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(TEXT, st.one_of(TEXT.filter(lambda t: not t.isnumeric()), st.just("")), min_size=1, max_size=12))
 def test_any_text_survives_as_id_and_label_and_every_row_is_kept_or_listed(
     tmp_path_factory: pytest.TempPathFactory, labels: dict[str, str]

@@ -158,7 +158,7 @@ def case_groups(table: Table) -> dict[str, str]:
 def own_split(table: Table, seed: int) -> Split:
     """The published rule on the user's patients."""
     rule = survival_hold_out if table.task == "survival" else hold_out
-    return Split("case_id", rule(case_groups(table), seed), f"hold-out by patient, seed {seed}")
+    return _by_case(rule(case_groups(table), seed), f"hold-out by patient, seed {seed}")
 
 
 def k_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
@@ -171,7 +171,7 @@ def k_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
         test = set(order[fold::folds])
         rest = {case: group for case, group in groups.items() if case not in test}
         parts = dict.fromkeys(test, "test") | validation_of(rest, seed)
-        splits.append(Split("case_id", parts, f"fold {fold} of {folds} by patient, seed {seed}"))
+        splits.append(_by_case(parts, f"fold {fold} of {folds} by patient, seed {seed}"))
     return tuple(splits)
 
 
@@ -196,7 +196,7 @@ def site_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
         else:
             parts = validation_of({case: groups[case] for case, site in site_of.items() if site in rest}, seed)
         parts |= {case: "test" for case, site in site_of.items() if site in test}
-        splits.append(Split("case_id", parts, f"fold {fold} of {folds} by site, seed {seed}"))
+        splits.append(_by_case(parts, f"fold {fold} of {folds} by site, seed {seed}"))
     return tuple(splits)
 
 
@@ -207,6 +207,12 @@ def validation_of(groups: Mapping[str, Hashable], seed: int) -> dict[str, str]:
         val = _tenth(len(units))
         parts |= dict.fromkeys(units[:val], "val") | dict.fromkeys(units[val:], "train")
     return parts
+
+
+def _by_case(parts: Mapping[str, str], source: str) -> Split:
+    absent = [part for part in PARTS if part not in parts.values()]
+    notes = [f"warning: no patient in {', '.join(absent)}: the cohort is too small for this split"] if absent else []
+    return Split("case_id", parts, source, tuple(notes))
 
 
 def _sites(table: Table) -> dict[str, str]:

@@ -89,7 +89,10 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[str, ...]]
     if sheet is not None:
         raise UserError(f"{path}: `sheet` is given but only .xlsx files have sheets. Remove it.")
     if ending == ".parquet":
-        return pd.read_parquet(path), ()
+        frame = pd.read_parquet(path)
+        return (
+            frame if frame.index.names == [None] else frame.reset_index()
+        ), ()  # ids may have been saved as the index
     if ending in {".csv", ".tsv", ".txt"}:
         frame = pd.read_csv(path, sep=_separator(path), encoding="utf-8-sig", skip_blank_lines=False, **_TEXT)
         if not isinstance(frame.index, pd.RangeIndex):  # pandas then takes the first column for an index

@@ -13,6 +13,7 @@ from gated_srp.data.tablefile import listed, read_frame, usual_columns
 from gated_srp.errors import UserError
 
 _BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
+_ROOT = re.compile(r"^(?:[A-Za-z]:)?[\\/]+")  # an id may be a full path; it must not stay one
 _SEVERAL = r"\s*[;|,\n]\s*"  # between slides in one cell
 
 
@@ -82,7 +83,7 @@ def join_ids(frame: pd.DataFrame, columns: Columns, slide_table: Path, log: Log)
 
 
 def fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: Log) -> pd.DataFrame:
-    """Rows without a slide get those of the patient's files; ids that climb out of a folder are dropped."""
+    """Rows without a slide get those of the patient's files; no id stays absolute or climbs out of a folder."""
     blank = rows["slide"].isna() & rows["case"].notna()
     if blank.any() and files is not None:
         owned = files_of_cases(rows.loc[blank, "case"].unique(), files)
@@ -96,6 +97,8 @@ def fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: Log
     elif blank.all() and len(rows):
         rows = rows.assign(slide=rows["case"])
         log.notes.append("warning: no slide column: a patient's id stands for its slides until feature files are given")
+    rooted = rows["slide"].map(lambda slide: _ROOT.sub("", slide), na_action="ignore")
+    rows = rows.assign(slide=rooted.where(rooted != "", None))
     rows = log.drop(rows, rows["slide"].isna(), "no slide")
     climbs = rows["slide"].map(lambda slide: ".." in re.split(r"[\\/]", slide)).astype(bool)
     return log.drop(rows, climbs, "its id holds '..', which no file name needs")
