@@ -187,6 +187,13 @@ def test_ids_that_a_parquet_file_keeps_as_its_index_are_read(tmp_path: Path) -> 
     assert rows(read_table(tmp_path / "t.parquet"), "slide", "label") == [("a", 0), ("b", 1)]
 
 
+def test_a_column_named_for_one_thing_is_not_found_again_for_another(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path, "patient,label\np_1,0\np_2,1\n"), Columns(slide="patient"))
+    assert any(note.startswith("warning: 2 slides without a patient") for note in table.notes)
+    asked = read_table(write(tmp_path, "patient,label\np_1,0\np_2,1\n"), Columns(slide="patient", case="patient"))
+    assert not any("without a patient" in note for note in asked.notes)
+
+
 # Survival
 
 

@@ -60,7 +60,7 @@ def resolve_columns(
             named[key] = pick_column(frame, value, where)
     notes = []
     for key in ("slide", "case", "site"):
-        found = usual_columns(frame, USUAL[key])
+        found = [name for name in usual_columns(frame, USUAL[key]) if name not in named.values()]
         if key not in named and found:
             named[key] = found[0]
             notes += _others(frame, key, found, where)
