@@ -257,6 +257,13 @@ def test_a_split_is_written_sorted_and_its_hash_does_not_depend_on_order(tmp_pat
     assert split.counts == {"train": 1, "val": 0, "test": 1}
 
 
+def test_a_split_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "split.csv").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_split(Split("slide_id", {"a": "train"}, "x"), tmp_path / "split.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["split.csv"]
+
+
 def test_a_patient_in_two_parts_is_refused_by_name() -> None:
     table = classification(["p", "p", "q"], [0, 1, 0])
     with pytest.raises(UserError, match=r"1 patients are in more than one part \(p\)"):

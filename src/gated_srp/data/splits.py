@@ -55,16 +55,17 @@ class Split:
 def write_split(split: Split, path: str | Path) -> None:
     """Header ``<unit>,split``, sorted by unit; written whole or not at all."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([split.unit, "split"])
             writer.writerows(sorted(split.parts.items()))
         os.replace(draft, path)
-    finally:
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        raise UserError(f"{path}: the split cannot be written ({error.strerror}). Choose another file.") from None
 
 
 def assign_parts(split: Split, table: Table) -> "pd.Series[Any]":
