@@ -1,0 +1,1 @@
+"""Studies: runs paired, compared and put beside the published numbers."""

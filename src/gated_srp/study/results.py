@@ -1,0 +1,244 @@
+"""A table of results from anywhere, compared with a reference arm: cohort, arm, seed, metric, value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gated_srp.data.tablefile import pick_column, read_frame
+from gated_srp.errors import UserError
+from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired, t_test
+
+COLUMNS = ("cohort", "arm", "seed", "metric", "value")
+LOWER_IS_BETTER = frozenset({"brier", "integrated_brier", "calibration_error", "loss", "peak_reserved_gib"})
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm against the reference on one metric: in one cohort over seeds, or (``cohort`` None) over cohorts."""
+
+    cohort: str | None
+    arm: str
+    metric: str
+    means: tuple[float, float]  # arm, reference
+    stds: tuple[float, float]
+    test: TTest  # that of which the verdict speaks
+    statistics: Paired
+    missing: tuple[str, ...]  # seeds (or cohorts) that only one of the two has
+    p_holm: float = math.nan
+    verdict: str = ""
+    bootstrap: Bootstrap | None = None  # over patients, where predictions exist
+
+    @property
+    def claimed(self) -> bool:
+        """The interval excludes zero and Holm's adjusted p is below 5 %."""
+        return self.test.excludes_zero and self.p_holm < LEVEL
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All arms against one reference. Holm's families are the cells of ``cohorts`` and those of ``across``."""
+
+    reference: str
+    ratio: float
+    cohorts: tuple[Cell, ...]
+    across: tuple[Cell, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; what is undefined is null."""
+        return {
+            "reference": self.reference,
+            "test_train_ratio": self.ratio,
+            "cohorts": [_plain(cell) for cell in self.cohorts],
+            "across": [_plain(cell) for cell in self.across],
+            "notes": list(self.notes),
+        }
+
+
+def read_results(path: str | Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Results with text in all columns but ``value``, and notes on what is missing. An arm named "NA" stays an arm."""
+    frame, notes = read_frame(path)
+    frame = frame.rename(columns={pick_column(frame, name, path): name for name in COLUMNS})[list(COLUMNS)]
+    for name in COLUMNS[:-1]:
+        if frame[name].isna().any():
+            raise UserError(f"{path}, row {frame.index[frame[name].isna()][0]}: {name!r} is empty. Fill it in.")
+    frame["seed"] = frame["seed"].str.removesuffix(".0")
+    value = pd.to_numeric(frame["value"], errors="coerce")
+    strange = value.isna() & frame["value"].notna() & (frame["value"].str.casefold() != "nan") | np.isinf(value)
+    if strange.any():
+        row = frame.index[strange][0]
+        raise UserError(
+            f"{path}, row {row}: value {frame['value'][row]!r} is no finite number. Correct it or empty it."
+        )
+    frame["value"] = value.astype(np.float64)
+    doubled = frame.duplicated(["cohort", "arm", "seed", "metric"])
+    if doubled.any():
+        row = frame.loc[frame.index[doubled][0]]
+        cell = ", ".join(row[name] for name in COLUMNS[:-1])
+        raise UserError(f"{path}, row {row.name}: a second value for {cell}. Keep one row for each.")
+    if frame["value"].isna().any():
+        notes = (*notes, f"{int(frame['value'].isna().sum())} rows have no value and are left out")
+    return frame.dropna(subset="value").reset_index(drop=True), notes
+
+
+def find_arm(results: pd.DataFrame, name: str) -> str:
+    """The arm of this name, or the only one that differs in case alone."""
+    arms: list[str] = list(dict.fromkeys(results["arm"]))
+    alike = [arm for arm in arms if arm == name] or [arm for arm in arms if arm.casefold() == name.casefold()]
+    if len(alike) != 1:
+        raise UserError(f"reference {name!r} is not among the arms: {', '.join(arms) or 'none'}. Name one of them.")
+    return alike[0]
+
+
+def compare(
+    results: pd.DataFrame,
+    reference: str,
+    *,
+    ratio: float = RATIO,
+    lower_is_better: Collection[str] = LOWER_IS_BETTER,
+    notes: tuple[str, ...] = (),
+) -> Comparison:
+    """Every other arm against the reference, per cohort (paired by seed) and across cohorts (paired by cohort)."""
+    reference = find_arm(results, reference)
+    cohorts = list(_cohort_cells(results, reference, ratio, lower_is_better))
+    across = list(_across_cells(cohorts, lower_is_better))
+    return Comparison(
+        reference,
+        ratio,
+        tuple(_judged(cohorts, lower_is_better, "seed")),
+        tuple(_judged(across, lower_is_better, "cohort")),
+        (*notes, *_missing_notes(cohorts)),
+    )
+
+
+def _cohort_cells(
+    results: pd.DataFrame, reference: str, ratio: float, lower_is_better: Collection[str]
+) -> Iterator[Cell]:
+    for (metric, cohort), part in results.groupby(["metric", "cohort"], sort=False):
+        wide = part.pivot(index="seed", columns="arm", values="value")
+        for arm in dict.fromkeys(part["arm"]):
+            if arm == reference:
+                continue
+            both = wide.reindex(columns=[arm, reference])
+            pairs = both.dropna()
+            found = paired(pairs[arm] - pairs[reference], ratio, lower_is_better=metric in lower_is_better)
+            missing = tuple(sorted(both.index[both.isna().sum(axis=1) == 1]))
+            means, stds = pairs.mean(), pairs.std(ddof=1)
+            yield Cell(
+                cohort=str(cohort),
+                arm=arm,
+                metric=str(metric),
+                means=(float(means[arm]), float(means[reference])),
+                stds=(float(stds[arm]), float(stds[reference])),
+                test=found.corrected,
+                statistics=found,
+                missing=missing,
+            )
+
+
+def _across_cells(cells: list[Cell], lower_is_better: Collection[str]) -> Iterator[Cell]:
+    for arm, metric in dict.fromkeys((cell.arm, cell.metric) for cell in cells):
+        family = [cell for cell in cells if (cell.arm, cell.metric) == (arm, metric)]
+        means = np.array([cell.means for cell in family if cell.statistics.n]).reshape(-1, 2)
+        differences = means[:, 0] - means[:, 1]
+        some = len(means) > 0
+        yield Cell(
+            cohort=None,
+            arm=arm,
+            metric=metric,
+            means=(float(means[:, 0].mean()), float(means[:, 1].mean())) if some else (math.nan, math.nan),
+            stds=(math.nan, math.nan),
+            test=t_test(differences),
+            statistics=paired(differences, 0.0, lower_is_better=metric in lower_is_better),
+            missing=tuple(str(cell.cohort) for cell in family if not cell.statistics.n),
+        )
+
+
+def _judged(cells: list[Cell], lower_is_better: Collection[str], unit: str) -> Iterator[Cell]:
+    adjusted = holm([cell.test.p for cell in cells])
+    family = int(np.count_nonzero(~np.isnan(adjusted)))
+    for cell, p in zip(cells, adjusted, strict=True):
+        judged = replace(cell, p_holm=float(p))
+        yield replace(judged, verdict=verdict(judged, unit, family=family, lower=cell.metric in lower_is_better))
+
+
+def verdict(cell: Cell, unit: str, *, family: int, lower: bool) -> str:
+    """What the interval allows one to say."""
+    n, test = cell.statistics.n, cell.test
+    count = f"{_WORDS[n] if n < len(_WORDS) else n} {unit}{'' if n == 1 else 's'}"
+    if n == 0:
+        return f"nothing to compare: no {unit} has both arms"
+    if n == 1:
+        return f"one {unit}: {test.mean:+.4f}, without an interval and therefore without a claim"
+    if cell.statistics.ties == n:
+        return f"equal in all {count}"
+    if math.isnan(test.p):
+        return f"the same difference, {test.mean:+.4f}, in all {count}: no spread, hence no interval and no claim"
+    interval = f"{test.mean:+.4f}, 95 % interval {test.low:+.4f} to {test.high:+.4f}"
+    if not test.excludes_zero:
+        return f"not distinguishable from zero with {count} ({interval}){_outlook(cell, unit)}"
+    side = "better" if (test.mean < 0) == lower else "worse"
+    if not cell.claimed:
+        return f"{side} by itself ({interval}), but not after Holm's correction over {family} comparisons: only a hint"
+    return f"{side} ({interval})" + (f", also after Holm's correction over {family} comparisons" if family > 1 else "")
+
+
+def _outlook(cell: Cell, unit: str) -> str:
+    needed = cell.statistics.seeds_needed
+    if cell.test.mean == 0:
+        return ""
+    if needed is None:
+        return f"; no number of {unit}s on these data would show a difference of this size"
+    return f"; were it real, about {needed} {unit}s would show it"
+
+
+def _missing_notes(cells: list[Cell]) -> Iterator[str]:
+    for cell in cells:
+        if cell.missing:
+            seeds = ", ".join(cell.missing)
+            yield f"{cell.cohort}, {cell.metric}: seed {seeds} of only one of {cell.arm} and the reference; left out"
+
+
+def _plain(cell: Cell) -> dict[str, Any]:
+    found = cell.statistics
+    row = {
+        "cohort": cell.cohort,
+        "arm": cell.arm,
+        "metric": cell.metric,
+        "mean": cell.means[0],
+        "std": cell.stds[0],
+        "reference_mean": cell.means[1],
+        "reference_std": cell.stds[1],
+        "n": found.n,
+        **_test_json(found.plain),
+        "wilcoxon_p": found.wilcoxon_p,
+        "wins": found.wins,
+        "losses": found.losses,
+        "ties": found.ties,
+    }
+    if cell.cohort is None:  # cohorts share no data: one test, and what is counted are cohorts
+        row["cohorts_needed"] = found.seeds_needed
+    else:
+        row["corrected"] = _test_json(found.corrected)
+        row["seeds_needed"], row["seeds_needed_plain"] = found.seeds_needed, found.seeds_needed_plain
+        drawn = cell.bootstrap
+        row["bootstrap"] = drawn and {key: _null(value) for key, value in asdict(drawn).items()}
+    row |= {"p_holm": cell.p_holm, "claimed": cell.claimed, "missing": list(cell.missing), "verdict": cell.verdict}
+    return {key: _null(value) for key, value in row.items()}
+
+
+def _test_json(test: TTest) -> dict[str, Any]:
+    interval = [_null(test.low), _null(test.high)]
+    return {"difference": test.mean, "interval": interval, "t": _null(test.t), "df": test.df, "p": _null(test.p)}
+
+
+def _null(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
