@@ -12,6 +12,7 @@ from factories import (
     write_atlaspatch,
     write_clam,
     write_clam_pt,
+    write_h5,
     write_npz,
     write_trident,
     write_trident_pt,
@@ -33,7 +34,8 @@ def test_positions_alone_are_left_out_and_atlaspatch_is_not(tmp_path):
     clam = write_clam_pt(tmp_path / "clam", "s", slide)
     atlas = write_atlaspatch(tmp_path / "atlas", "s", slide, encoders={"uni_v2": 12})
     trident = write_trident_pt(tmp_path / "trident", "s", slide)
-    assert find_bags(tmp_path) == sorted([clam, atlas, trident])
+    odd = write_h5(tmp_path / "odd_patches.h5", features=slide.features, coords=slide.cells)
+    assert find_bags(tmp_path) == sorted([clam, atlas, trident, odd])
 
 
 def test_other_files_are_left_out(tmp_path):

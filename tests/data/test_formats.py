@@ -212,9 +212,9 @@ def test_attributes_spelt_none_count_as_absent(tmp_path):
         file["coords"].attrs.update(
             {"level0_width": "None", "patch_size": np.array([256]), "level0_magnification": "40"}
         )
-        file.attrs["mpp"] = h5py.Empty("f4")
+        file.attrs.update({"mpp": h5py.Empty("f4"), "wsi_path": "None", "encoder": b"None"})
     bag = read_bag(path)
-    assert (bag.stride, bag.level0_size, bag.mpp) == (512, None, None)
+    assert (bag.stride, bag.level0_size, bag.mpp, bag.wsi_path, bag.encoder) == (512, None, None, None, None)
     assert bag.stride_source == "declared on coords (patch_size and magnifications), agrees with coordinates"
 
 

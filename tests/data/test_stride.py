@@ -84,14 +84,18 @@ def test_a_declared_stride_that_heaps_patches_into_one_cell_gives_way(tmp_path):
 
 
 def test_a_declared_stride_that_keeps_the_lattice_stays_with_a_warning(tmp_path):
-    """Every second patch of a lattice of 512 was dropped, blocks of four stayed: 512 still has all neighbours."""
-    cells = np.array([[x, y] for x in range(8) for y in range(8)])
-    path = _write(tmp_path / "s.h5", cells, 500, patch_size_level0=512)
-    bag = read_bag(path)
-    graph = PatchGraph.from_coords(bag.coords, stride=bag.stride)
-    assert bag.stride in (500, 512)
-    assert float(graph.neighbour_count.double().mean()) > 6
+    """Patches of 512 that begin 64 after their cell and stand 496 apart: both strides give a full 4 x 4 block."""
+    cells = np.array([[x, y] for x in range(4) for y in range(4)])
+    coords = cells * 496 + 64
+    attrs = {"patch_size_level0": 512}
+    bag = read_bag(write_h5(tmp_path / "s.h5", attrs=attrs, features=np.ones((16, 4), "f4"), coords=coords))
+    assert float(PatchGraph.from_coords(bag.coords, stride=512).neighbour_count.double().mean()) == 84 / 16
+    assert (bag.stride, bag.stride_source) == (
+        512,
+        "declared on file root (patch_size_level0), but coordinates show 496",
+    )
     assert len(bag.warnings) == 1
+    assert "512 is used" in bag.warnings[0]
 
 
 def test_a_few_scattered_patches_do_not_overrule_the_file(tmp_path):

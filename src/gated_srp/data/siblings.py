@@ -73,7 +73,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _is_bag(path: Path) -> bool:
     ending, home = path.suffix.lower(), path.parent.name
-    if ending not in CONTAINERS or path.name.startswith(".") or path.name.endswith((".index.npz", "_patches.h5")):
+    if ending not in CONTAINERS or path.name.startswith(".") or path.name.endswith(".index.npz"):
         return False
     if ending == ".npy" and home in _NOT_FEATURES:
         return False
@@ -82,7 +82,8 @@ def _is_bag(path: Path) -> bool:
     if not path.exists():  # a dangling link; one that loops is kept, to be named
         return path.is_symlink() and _loops(path)
     # AtlasPatch keeps features in patches/, CLAM keeps positions there: only the content tells.
-    return home not in _POSITION_FOLDERS or ending == ".zarr" or not _positions_alone(path)
+    doubtful = home in _POSITION_FOLDERS or path.stem.endswith("_patches")
+    return not doubtful or ending == ".zarr" or not _positions_alone(path)
 
 
 def _loops(path: Path) -> bool:

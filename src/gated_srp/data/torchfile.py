@@ -49,6 +49,9 @@ class TorchFile(Container):
         named = content if isinstance(content, dict) else {"features": content}
         self._values: dict[str, Any] = {str(name): value for name, value in named.items()}
 
+    def close(self) -> None:
+        self._values = {}  # and with it the mapping
+
     def _load(self) -> Any:
         zipped = zipfile.is_zipfile(self.path)
         size = os.path.getsize(self.path)
