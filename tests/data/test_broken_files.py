@@ -3,7 +3,7 @@
 import resource
 
 import pytest
-from factories import BROKEN
+from broken_files import BROKEN
 
 from gated_srp.data import BagError, read_bag, read_header
 

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 import torch
+from broken_files import BROKEN
 from factories import (
-    BROKEN,
     LAYOUTS,
     make_slide,
     write_atlaspatch,
