@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 __all__ = ["GatedSRP", "PatchGraph", "UserError", "__version__", "attach", "trace"]
 
 if TYPE_CHECKING:
-    from gated_srp.foreign import attach
     from gated_srp.errors import UserError
+    from gated_srp.foreign import attach
     from gated_srp.srp import GatedSRP, PatchGraph, trace
 
 _HOMES = {

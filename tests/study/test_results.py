@@ -237,7 +237,8 @@ def test_survival_runs_are_resampled_by_their_case_table(tmp_path):
         logits = sign * torch.arange(8.0)[:, None].expand(8, 4) / 4
         folder = tmp_path / "A" / arm / "seed42"
         write_run(folder, cases.assign(**task.predict(logits)), "case")
-        cases.assign(slide="s", **task.predict(logits)).to_csv(folder / "predictions_test_slide.csv", index=False)
+        misleading = cases.assign(slide="s", **task.predict(-logits))  # slides are not what survival is scored by
+        misleading.to_csv(folder / "predictions_test_slide.csv", index=False)
     results = frame(rows("A", "na", [0.0], "c_index"), rows("A", "x", [1.0], "c_index"))
     (cell,) = with_bootstrap(compare(results, "na"), tmp_path, repeats=20).cohorts
     assert (cell.bootstrap.difference, cell.bootstrap.low, cell.bootstrap.high) == (1.0, 1.0, 1.0)

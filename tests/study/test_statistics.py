@@ -75,8 +75,10 @@ def test_identical_arms_are_ties_with_p_one():
 
 
 def test_differences_that_are_equal_but_for_rounding_have_no_spread_and_no_test():
-    found = t_test(np.array([0.72, 0.73, 0.74]) - np.array([0.71, 0.72, 0.73]))
-    assert found.mean == pytest.approx(0.01)
+    differences = np.array([0.8, 0.6, 0.4]) - np.array([0.7, 0.5, 0.3])
+    assert len(set(differences)) > 1
+    found = t_test(differences)
+    assert found.mean == pytest.approx(0.1)
     assert math.isnan(found.p)
     assert not found.excludes_zero
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gated_srp import __version__
-from gated_srp.cli import models
+from gated_srp.cli import data, models
 from gated_srp.errors import UserError
 
 app = typer.Typer(
@@ -28,13 +28,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options that stand before the command."""
 
 
 # One line a command, in the order of a user's day.
+app.command("splits")(data.splits)
 app.command("convert")(models.convert)
 
 
@@ -51,6 +54,8 @@ def main() -> None:
         if "--debug" in sys.argv or (error.name or "").startswith("gated_srp"):
             raise
         typer.secho(
-            f"error: this command needs the package {error.name!r}. Install it with: pip install 'gated-srp[train]'", fg="red", err=True
+            f"error: this command needs the package {error.name!r}. Install it with: pip install 'gated-srp[train]'",
+            fg="red",
+            err=True,
         )
         raise SystemExit(2) from None

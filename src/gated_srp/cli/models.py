@@ -8,7 +8,9 @@ import typer
 
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the published release (best.pt).")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model.")] = Path("model.safetensors"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model.")] = Path(
+        "model.safetensors"
+    ),
 ) -> None:
     """Turn a published checkpoint into a model file of ours, without running pickled code."""
     from gated_srp.models import load_published, save_model

@@ -5,4 +5,13 @@ from gated_srp.models.published import load_published
 from gated_srp.models.slide import SlideTransformer
 from gated_srp.models.store import load_card, load_model, save_model
 
-__all__ = ["ARMS", "Sizes", "SlideTransformer", "build_model", "load_card", "load_model", "load_published", "save_model"]
+__all__ = [
+    "ARMS",
+    "Sizes",
+    "SlideTransformer",
+    "build_model",
+    "load_card",
+    "load_model",
+    "load_published",
+    "save_model",
+]

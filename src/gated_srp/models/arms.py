@@ -121,7 +121,9 @@ ARMS: dict[str, Arm] = {
     # controls: the same gate on another axis
     "axis_own_value": _gated(_gate(), direction=lambda sizes: OwnValue()),
     "axis_slide_mean": _gated(_gate(), direction=lambda sizes: SlideMean()),
-    "axis_random": _gated(_gate(), direction=lambda sizes: RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)),
+    "axis_random": _gated(
+        _gate(), direction=lambda sizes: RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)
+    ),
     "axis_shuffled": _gated(_gate(), direction=lambda sizes: ShuffledNeighbours()),
     # dense attention over variable lengths
     "vit4": _vit4(),
@@ -139,12 +141,16 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     """
     if arm not in ARMS:
         near = difflib.get_close_matches(arm, ARMS, n=1)
-        raise UserError(f"arm {arm!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} Arms: {', '.join(ARMS)}.")
+        raise UserError(
+            f"arm {arm!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} Arms: {', '.join(ARMS)}."
+        )
     known = {field.name for field in fields(Sizes)}
     if unknown := sorted(set(sizes) - known):
         raise UserError(f"build_model: unknown size {unknown[0]!r}, expected some of {', '.join(sorted(known))}.")
     full = Sizes(**sizes)
-    with torch.random.fork_rng(devices=[]):  # constructors draw values that `initialise` replaces; nobody else's stream may notice
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # constructors draw values that `initialise` replaces; nobody else's stream may notice
         model = ARMS[arm].build(in_dim, num_outputs, full)
     initialise(model, seed)
     model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}

@@ -67,8 +67,10 @@ class DenseAttention(FusedAttention):
 def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt D) in float32 (Eq. 1), for the places that need the weights themselves."""
     with torch.autocast(q.device.type, enabled=False):
-        logits = q.float() @ k.float().transpose(-2, -1) * q.shape[-1] ** -0.5
-        return (logits if mask is None else logits.masked_fill(~mask, float("-inf"))).softmax(-1)
+        logits: Tensor = q.float() @ k.float().transpose(-2, -1) * q.shape[-1] ** -0.5
+        if mask is not None:
+            logits = logits.masked_fill(~mask, float("-inf"))
+        return logits.softmax(-1)
 
 
 def key_mask(x: Tensor, graph: PatchGraph) -> Tensor | None:
@@ -83,7 +85,7 @@ def key_mask(x: Tensor, graph: PatchGraph) -> Tensor | None:
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, L, H * D) -> (B, H, L, D), a view."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return x.view(*x.shape[:-1], num_heads, -1).transpose(1, 2)
 
 
 def merge_heads(heads: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from gated_srp.srp.projection import chunks
 class Block(nn.Module):
     """x + keep * attention(LN x), then x + keep * mlp(LN x); ``keep`` (2, B) are drop-path factors, None keeps everything."""
 
-    def __init__(self, dim: int, attention: Attention, *, correction: GatedSRP | None = None, mlp_ratio: int = 4) -> None:
+    def __init__(
+        self, dim: int, attention: Attention, *, correction: GatedSRP | None = None, mlp_ratio: int = 4
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
         self.attn = attention
@@ -66,7 +68,8 @@ class FeedForward(nn.Module):
             # Nobody needs the hidden rows again: they exist for one chunk at a time.
             return torch.cat([self._plain(part) for part in x.flatten(0, -2).split(2048)]).view_as(x)
         hidden = self.fc1(x)
-        out: Tensor = _GeluLinear.apply(hidden, self.fc2.weight.to(hidden.dtype), self.fc2.bias.to(hidden.dtype))  # type: ignore[no-untyped-call]
+        weight, bias = self.fc2.weight.to(hidden.dtype), self.fc2.bias.to(hidden.dtype)
+        out: Tensor = _GeluLinear.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
         return out
 
     def _plain(self, x: Tensor) -> Tensor:

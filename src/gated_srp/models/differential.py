@@ -20,6 +20,11 @@ class DifferentialAttention(Attention):
     ``depth`` counts the blocks from 0: lambda_0 = 0.8 - 0.6 exp(-0.3 depth). Dense; `DifferentialNystrom` is the slide form.
     """
 
+    lambda_q1: Tensor
+    lambda_k1: Tensor
+    lambda_q2: Tensor
+    lambda_k2: Tensor
+
     def __init__(self, dim: int, num_heads: int, *, depth: int = 0) -> None:
         super().__init__()
         check_heads(dim, num_heads)
@@ -43,7 +48,8 @@ class DifferentialAttention(Attention):
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
         """A1 - lambda A2, signed."""
         first, second = (self._map(q, k, i, x, graph) for i, (q, k) in enumerate(self._branches(x[:, :1], x)))
-        return (first - self._lambda() * second).squeeze(2)
+        signed: Tensor = first - self._lambda() * second
+        return signed[:, :, 0]
 
     def _combine(self, queries: Tensor, x: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         first, second = (self._attend(q, k, v, i, x, graph) for i, (q, k) in enumerate(self._branches(queries, x)))
@@ -65,7 +71,9 @@ class DifferentialAttention(Attention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, branch: int, x: Tensor, graph: PatchGraph) -> Tensor:
         mask = key_mask(x, graph)
         # CPU attention has no fast path for values wider than keys: take the two halves one after the other.
-        return torch.cat([F.scaled_dot_product_attention(q, k, half, attn_mask=mask) for half in v.chunk(2, dim=-1)], dim=-1)
+        return torch.cat(
+            [F.scaled_dot_product_attention(q, k, half, attn_mask=mask) for half in v.chunk(2, dim=-1)], dim=-1
+        )
 
     def _map(self, q: Tensor, k: Tensor, branch: int, x: Tensor, graph: PatchGraph) -> Tensor:
         return weights(q, k, key_mask(x, graph))

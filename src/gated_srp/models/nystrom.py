@@ -88,7 +88,7 @@ def segment_means(x: Tensor, count: int) -> Tensor:
     rows = x.shape[1]
     size = -(-rows // count)
     whole = rows // size
-    means = x[:, : whole * size].unflatten(1, (whole, size)).mean(2)
+    means = x[:, : whole * size].reshape(len(x), whole, size, -1).mean(2)
     if whole * size == rows:
         return means
     return torch.cat([means, x[:, whole * size :].mean(1, keepdim=True)], dim=1)

@@ -26,6 +26,8 @@ class PPEG(nn.Module):
     def _folded(self) -> tuple[Tensor, Tensor]:
         """The three kernels and the skip as one 7 x 7 kernel: convolution is linear in its kernel."""
         skip = F.pad(torch.ones_like(self.conv7.weight[:, :, :1, :1]), (3, 3, 3, 3))
-        weight = self.conv7.weight + F.pad(self.conv5.weight, (1, 1, 1, 1)) + F.pad(self.conv3.weight, (2, 2, 2, 2)) + skip
+        weight = (
+            self.conv7.weight + F.pad(self.conv5.weight, (1, 1, 1, 1)) + F.pad(self.conv3.weight, (2, 2, 2, 2)) + skip
+        )
         biases = [conv.bias for conv in (self.conv7, self.conv5, self.conv3) if conv.bias is not None]
         return weight, torch.stack(biases).sum(0)

@@ -17,7 +17,7 @@ from gated_srp.models.slide import SlideTransformer
 
 _VARIANTS = {"nystrom_na": "na", "baseline": "na", "xsa_all_ref": "xsa", "diff_transformer": "diff"}
 _FIXED = {-1.0: "fixed_beta_minus1", 0.0: "na", 1.0: "fixed_beta_1", 2.0: "fixed_beta_2"}
-_GATE_ABLATIONS = {  # setting -> value -> arm
+_GATE_ABLATIONS: dict[str, dict[Any, str | None]] = {  # setting -> value -> arm
     "gate_activation": {"tanh": None, "sigmoid01": "gated_srp_sigmoid"},
     "gate_factorization": {
         "full": None,
@@ -58,7 +58,9 @@ def _open(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file. Expected a checkpoint of the published release, such as best.pt.") from None
+        raise UserError(
+            f"{path}: no such file. Expected a checkpoint of the published release, such as best.pt."
+        ) from None
     except Exception as error:  # torch raises many kinds for broken or unsafe files
         raise UserError(
             f"{path}: cannot be read as tensors and plain settings ({type(error).__name__}). Expected a checkpoint of the published "
@@ -77,7 +79,9 @@ def _arm(args: dict[str, Any], weights: dict[str, Tensor], path: str | Path) -> 
     if variant.startswith("srp_patch_fixed_beta"):
         return _fixed_arm(weights, path)
     if variant != "srp_patch_signed_gated":
-        raise UserError(f"{path}: args['variant'] is {variant!r}, expected one of {', '.join(_VARIANTS)}, srp_patch_fixed_beta<b>, srp_patch_signed_gated.")
+        raise UserError(
+            f"{path}: args['variant'] is {variant!r}, expected one of {', '.join(_VARIANTS)}, srp_patch_fixed_beta<b>, srp_patch_signed_gated."
+        )
     chosen = []
     for setting, values in _GATE_ABLATIONS.items():
         value = args.get(setting, next(iter(values)))
@@ -85,15 +89,19 @@ def _arm(args: dict[str, Any], weights: dict[str, Tensor], path: str | Path) -> 
             raise UserError(f"{path}: args[{setting!r}] is {value!r}, expected one of {', '.join(map(str, values))}.")
         chosen += [name for name in (values[value],) if name]
     if len(chosen) > 1:
-        raise UserError(f"{path}: combines the ablations {' and '.join(chosen)}; no arm does. Build the model from parts with SignedGate.")
+        raise UserError(
+            f"{path}: combines the ablations {' and '.join(chosen)}; no arm does. Build the model from parts with SignedGate."
+        )
     return chosen[0] if chosen else "gated_srp"
 
 
 def _fixed_arm(weights: dict[str, Tensor], path: str | Path) -> str:
-    values = {float(v) for k, w in weights.items() if k.endswith(".attn.beta_patch") for v in w.unique()}
+    values = {float(v) for k, w in weights.items() if k.endswith(".attn.beta_patch") for v in w.tolist()}
     values -= {0.0} if len(values) > 1 else set()  # the last block, which reads CLS alone, may hold zeros
     if len(values) != 1 or not values <= set(_FIXED):
-        raise UserError(f"{path}: blocks.*.attn.beta_patch holds {sorted(values)}, expected one coefficient of -1, 0, 1, 2 for all heads.")
+        raise UserError(
+            f"{path}: blocks.*.attn.beta_patch holds {sorted(values)}, expected one coefficient of -1, 0, 1, 2 for all heads."
+        )
     return _FIXED[values.pop()]
 
 
@@ -108,10 +116,14 @@ def _renamed(weights: dict[str, Tensor], expected: dict[str, Tensor], path: str 
         if ours not in expected:
             raise UserError(f"{path}: {name!r} does not fit a published layout of this variant. Nothing was loaded.")
         if tensor.shape != expected[ours].shape:
-            raise UserError(f"{path}: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(expected[ours].shape)} from args.")
+            raise UserError(
+                f"{path}: {name!r} has shape {tuple(tensor.shape)}, expected {tuple(expected[ours].shape)} from args."
+            )
         renamed[ours] = tensor
     if missing := next((name for name in expected if name not in renamed), None):
-        raise UserError(f"{path}: {missing!r} is missing. The checkpoint is incomplete or of another variant than its args say.")
+        raise UserError(
+            f"{path}: {missing!r} is missing. The checkpoint is incomplete or of another variant than its args say."
+        )
     return renamed
 
 

@@ -6,6 +6,7 @@ Shapes: B batch, N patches, S side of the square, L = 1 + S * S rows (CLS first)
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,16 @@ class SlideTransformer(nn.Module):
     The last block must be a `LastBlock`. ``checkpointing = True`` recomputes each block in backward.
     """
 
+    settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
+
     def __init__(
-        self, in_dim: int, num_outputs: int, *, blocks: Sequence[Block], position: PPEG | None = None, drop_path: float = 0.1
+        self,
+        in_dim: int,
+        num_outputs: int,
+        *,
+        blocks: Sequence[Block],
+        position: PPEG | None = None,
+        drop_path: float = 0.1,
     ) -> None:
         super().__init__()
         dim = blocks[0].norm1.normalized_shape[0]
@@ -65,9 +74,11 @@ class SlideTransformer(nn.Module):
         dtype = self.in_proj.weight.dtype
         if torch.is_grad_enabled() or features.dtype == dtype or torch.compiler.is_compiling():
             return self.in_proj(features.to(dtype))  # type: ignore[no-any-return]
-        return torch.cat([self.in_proj(part.to(dtype)) for part in features.split(8192, dim=1)], dim=1)
+        return torch.cat([self.in_proj(part.to(dtype)) for part in torch.split(features, 8192, dim=1)], dim=1)
 
-    def draw_keep(self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None) -> Tensor:
+    def draw_keep(
+        self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Tensor:
         """Drop-path factors (depth, 2, batch): 0 with a probability that rises linearly over depth, else 1 / (1 - it)."""
         rates = torch.linspace(0, self.drop_path, len(self.blocks), device=device).view(-1, 1, 1)
         draws = torch.rand(len(self.blocks), 2, batch, device=device, generator=generator)

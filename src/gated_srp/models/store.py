@@ -20,7 +20,11 @@ def save_model(model: SlideTransformer, path: Path, card: dict[str, Any] | None 
     full = {"format": FORMAT, "settings": model.settings, **(card or {})}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, beside, metadata={"card": json.dumps(full, sort_keys=True)})
+        save_file(
+            {k: v.contiguous() for k, v in model.state_dict().items()},
+            beside,
+            metadata={"card": json.dumps(full, sort_keys=True)},
+        )
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -34,12 +38,18 @@ def load_card(path: Path) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable model file ({error}). Expected model.safetensors of a run, or of gated-srp convert.") from error
+        raise UserError(
+            f"{path}: not a readable model file ({error}). Expected model.safetensors of a run, or of gated-srp convert."
+        ) from error
     if "card" not in metadata:
-        raise UserError(f"{path}: holds tensors but no card of gated-srp. Expected model.safetensors of a run, or of gated-srp convert.")
+        raise UserError(
+            f"{path}: holds tensors but no card of gated-srp. Expected model.safetensors of a run, or of gated-srp convert."
+        )
     card: dict[str, Any] = json.loads(metadata["card"])
     if card.get("format", 0) > FORMAT:
-        raise UserError(f"{path}: written in format {card['format']}, this version reads up to {FORMAT}. Update gated-srp: pip install -U gated-srp.")
+        raise UserError(
+            f"{path}: written in format {card['format']}, this version reads up to {FORMAT}. Update gated-srp: pip install -U gated-srp."
+        )
     return card
 
 

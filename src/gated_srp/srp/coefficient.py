@@ -141,7 +141,9 @@ class SignedGate(Coefficient):
         assert self.token_hidden is not None and self.token_out is not None
         x = d_tok
         for layer, activation in ((self.token_hidden, F.gelu), (self.token_out, nn.Identity())):
-            x = activation(F.linear(x, wide(layer.weight), None if layer.bias is None else wide(layer.bias)))
+            x = activation(
+                F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+            )
         return x
 
     def _head_logit(self, component: Tensor, norm: Tensor) -> Tensor:

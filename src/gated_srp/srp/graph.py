@@ -57,7 +57,9 @@ class PatchGraph:
         _check(coords, features, window, lattice)
         step = infer_stride(coords) if stride is None else float(stride)
         if not step > 0 or step == float("inf"):
-            raise UserError(f"stride is {stride}: expected a positive number, the distance between neighbouring patches.")
+            raise UserError(
+                f"stride is {stride}: expected a positive number, the distance between neighbouring patches."
+            )
         accept = _floor_cells if lattice == "floor" else _near_offsets
         neighbours, counts = accept(coords, step, window // 2)
         _check_density(counts, coords, step)
@@ -74,9 +76,13 @@ class PatchGraph:
     def batch(cls, graphs: Sequence["PatchGraph"]) -> Self:
         """Several graphs of patches as one: each bag is filled up with rows without neighbours to the longest."""
         if any(g.before or len(g.lengths) != 1 or g.num_rows != g.lengths[0] for g in graphs) or not graphs:
-            raise UserError("PatchGraph.batch: expected one or more graphs of patches alone (from from_coords or from_grid).")
+            raise UserError(
+                "PatchGraph.batch: expected one or more graphs of patches alone (from from_coords or from_grid)."
+            )
         if len({g.window for g in graphs}) != 1:
-            raise UserError(f"PatchGraph.batch: windows differ ({sorted({g.window for g in graphs})}); build all graphs with one window.")
+            raise UserError(
+                f"PatchGraph.batch: windows differ ({sorted({g.window for g in graphs})}); build all graphs with one window."
+            )
         rows = max(g.num_rows for g in graphs)
         full = [g.with_isolated(after=rows - g.num_rows) for g in graphs]
         starts = [sum(len(g.neighbours) for g in full[:i]) for i in range(len(full))]
@@ -117,7 +123,9 @@ class PatchGraph:
             return self
         bags, rows = self.num_bags, self.num_rows // self.num_bags
         counts = F.pad(self.neighbour_count.view(bags, rows), (before, after)).flatten()
-        shift = before + torch.div(self.neighbours, rows, rounding_mode="floor") * (before + after) if bags > 1 else before
+        shift = (
+            before + torch.div(self.neighbours, rows, rounding_mode="floor") * (before + after) if bags > 1 else before
+        )
         return replace(
             self,
             neighbours=self.neighbours + shift,
@@ -130,7 +138,13 @@ class PatchGraph:
         """The graph of each bag's first row alone (CLS), which has no neighbours."""
         none = self.neighbours[:0]
         offsets = torch.zeros_like(self.offsets[: self.num_bags + 1])
-        return replace(self, neighbours=none, offsets=offsets, homogeneity=self.homogeneity[: self.num_bags] * 0, lengths=(0,) * self.num_bags)
+        return replace(
+            self,
+            neighbours=none,
+            offsets=offsets,
+            homogeneity=self.homogeneity[: self.num_bags] * 0,
+            lengths=(0,) * self.num_bags,
+        )
 
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C)."""
@@ -150,6 +164,9 @@ class PatchGraph:
         return kept[0] if self.num_bags == 1 else kept
 
 
+torch.export.register_dataclass(PatchGraph, serialized_type_name="gated_srp.PatchGraph")
+
+
 def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
     """h_local: mean over neighbours of cos(phi_i, phi_j) = <phi_i / |phi_i|, mean of phi_j / |phi_j|>; 0 without neighbours.
 
@@ -167,7 +184,9 @@ def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor
     out = torch.empty_like(norms)
     for start in range(0, len(norms), _CHUNK):
         stop = min(start + _CHUNK, len(norms))
-        mean = neighbour_mean(units, neighbours[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start])
+        mean = neighbour_mean(
+            units, neighbours[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
+        )
         torch.linalg.vecdot(units[start:stop], mean, out=out[start:stop])
     return out.float()
 
@@ -233,7 +252,9 @@ def _candidates(cells: Tensor, listed: Tensor, radius: int) -> tuple[Tensor, Ten
 def _floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
     """Lattice `floor`: neighbours are the first patches of the other cells of the window."""
     whole = not coords.is_floating_point() and stride.is_integer()
-    cells = torch.div(coords if whole else coords.double(), int(stride) if whole else stride, rounding_mode="floor").long()
+    cells = torch.div(
+        coords if whole else coords.double(), int(stride) if whole else stride, rounding_mode="floor"
+    ).long()
     _, inverse = torch.unique(cells, dim=0, return_inverse=True)
     numbers = torch.arange(len(cells), device=coords.device)
     first = torch.full_like(numbers, len(cells)).scatter_reduce(0, inverse, numbers, "amin")
@@ -255,18 +276,26 @@ def _near_offsets(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, T
 
 def _check(coords: Tensor, features: Tensor | None, window: int, lattice: str) -> None:
     if coords.ndim != 2 or coords.shape[1] != 2 or len(coords) == 0:
-        raise UserError(f"coords: shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner.")
+        raise UserError(
+            f"coords: shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner."
+        )
     if coords.is_floating_point() and not torch.isfinite(coords).all():
-        raise UserError("coords: some are NaN or infinite. Every patch needs a position: drop those patches or extract the slide again.")
+        raise UserError(
+            "coords: some are NaN or infinite. Every patch needs a position: drop those patches or extract the slide again."
+        )
     if features is not None and (features.ndim != 2 or len(features) != len(coords)):
         raise UserError(
             f"features: shape {tuple(features.shape)} for {len(coords)} coordinates, expected ({len(coords)}, C). "
             "The two do not belong to the same slide file, or a batch axis is left."
         )
     if window < 3 or window % 2 == 0:
-        raise UserError(f"window is {window}: expected an odd number from 3 on (3 gives 8 neighbours, 5 gives 24, 7 gives 48).")
+        raise UserError(
+            f"window is {window}: expected an odd number from 3 on (3 gives 8 neighbours, 5 gives 24, 7 gives 48)."
+        )
     if lattice not in ("floor", "exact"):
-        raise UserError(f"lattice is {lattice!r}: expected 'floor' (as published) or 'exact' (tolerant of several lattices).")
+        raise UserError(
+            f"lattice is {lattice!r}: expected 'floor' (as published) or 'exact' (tolerant of several lattices)."
+        )
 
 
 def _check_density(counts: Tensor, coords: Tensor, stride: float) -> None:

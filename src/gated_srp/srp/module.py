@@ -37,7 +37,9 @@ class GatedSRP(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.direction = NeighbourMean() if direction is None else direction
-        self.coefficient = SignedGate(num_heads, delta=delta, hidden_dim=hidden_dim) if coefficient is None else coefficient
+        self.coefficient = (
+            SignedGate(num_heads, delta=delta, hidden_dim=hidden_dim) if coefficient is None else coefficient
+        )
 
     def forward(self, y: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         """The corrected heads, in the shape and dtype of y."""
@@ -58,13 +60,22 @@ class GatedSRP(nn.Module):
             return merged
         self._check(y, v, graph)
         kind = y.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(y.dtype, layer.weight.dtype)
+        dtype = (
+            torch.get_autocast_dtype(kind)
+            if torch.is_autocast_enabled(kind)
+            else torch.promote_types(y.dtype, layer.weight.dtype)
+        )
         y_rows, v_rows = _rows(y), _rows(v.detach())
         measured = measure(y_rows, wide(self.direction(v_rows, graph)))
         beta = self.coefficient(measured.component, measured.norm, graph)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         rows = corrected_linear(
-            y_rows.to(dtype), v_rows, beta, (layer.weight.to(dtype), bias), measured, lambda values: wide(self.direction(values, graph))
+            y_rows.to(dtype),
+            v_rows,
+            beta,
+            (layer.weight.to(dtype), bias),
+            measured,
+            lambda values: wide(self.direction(values, graph)),
         )
         return rows.view(len(y), -1, rows.shape[-1])
 

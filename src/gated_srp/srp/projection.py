@@ -91,6 +91,8 @@ def project(y: Tensor, axis: Tensor, beta: Tensor) -> Tensor:
     >>> [project(y, axis, torch.tensor(b)).tolist() for b in (0.0, 1.0, 2.0, -1.0)]
     [[3.0, 4.0], [0.0, 4.0], [-3.0, 4.0], [6.0, 4.0]]
     """
+    if torch.compiler.is_compiling():  # a compiler derives and fuses the backward itself
+        return remove(y, axis, beta * along(y, axis))
     result: Tensor = _Project.apply(y, axis, beta.to(axis.dtype))  # type: ignore[no-untyped-call]
     return result
 
@@ -165,7 +167,12 @@ def measure(y: Tensor, axis: Tensor) -> Measured:
 
 
 def corrected_linear(
-    y: Tensor, v: Tensor, beta: Tensor, linear: tuple[Tensor, Tensor | None], measured: Measured, axis_of: Callable[[Tensor], Tensor]
+    y: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    linear: tuple[Tensor, Tensor | None],
+    measured: Measured,
+    axis_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """linear(project(y, unit(axis_of(v)), beta)) for an axis that gets no gradient: (R, H, D) -> (R, O).
 

@@ -54,6 +54,7 @@ def trace(model: nn.Module, *, attention: bool = True) -> Iterator[Sequence[Laye
         def on_gate(_: Any, args: tuple[Any, ...], beta: Tensor) -> None:
             component, _norm, graph = args
             if not done["gate"]:
+                beta, component = beta.detach(), component.detach()
                 record.beta = _columns(beta, graph)
                 record.correction = _columns((beta * component).abs(), graph)
             done["gate"] = True
@@ -78,4 +79,4 @@ def trace(model: nn.Module, *, attention: bool = True) -> Iterator[Sequence[Laye
 
 def _columns(rows: Tensor, graph: PatchGraph) -> Tensor:
     """(B * L, H) -> patch columns of (B, H, L)."""
-    return graph.patches(rows.detach().view(graph.num_bags, -1, rows.shape[-1]).transpose(1, 2))
+    return graph.patches(rows.view(graph.num_bags, -1, rows.shape[-1]).transpose(1, 2))

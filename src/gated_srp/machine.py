@@ -1,0 +1,25 @@
+"""What this machine can and cannot do, found out where a wrong guess would end the process."""
+
+import functools
+import os
+import subprocess
+import sys
+
+_PROBE = "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)"
+_WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+@functools.cache
+def bf16_environment() -> dict[str, str]:
+    """Environment variables under which bf16 products run on this processor: none, or those that keep oneDNN off AMX.
+
+    Some virtual machines announce AMX but hide the processor leaf that describes its tiles; oneDNN then configures none and the
+    first bf16 product ends the process with an illegal instruction. The probe runs in a process of its own, once.
+    """
+    for extra in ({}, _WITHOUT_AMX):
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], env={**os.environ, **extra}, capture_output=True, check=False
+        )
+        if probe.returncode == 0:
+            return extra
+    return _WITHOUT_AMX

@@ -1,0 +1,35 @@
+"""Shared fixtures, and the state of the machine that the tests rely on."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from gated_srp.machine import bf16_environment
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+if importlib.util.find_spec("torchvision") is not None:
+    raise RuntimeError(
+        "torchvision must not be in the test environment: its wheel breaks torchmetrics and Fabric beside a CPU build of torch."
+    )
+os.environ.update(bf16_environment())  # read by oneDNN at its first product
+torch.set_num_threads(1)
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
+settings.load_profile("quick")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The founders' data beside the checkout; tests that use it are never the only ones of a thing."""
+    if not SHARED.is_dir():
+        pytest.skip("the shared data folder is not beside this checkout")
+    return SHARED
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

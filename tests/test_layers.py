@@ -1,0 +1,68 @@
+"""Imports point down the layers of docs/design.md, and the light parts stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "gated_srp"
+LAYERS = {
+    "errors": 0,
+    "machine": 0,
+    "srp": 1,
+    "models": 2,
+    "foreign": 2,
+    "data": 2,
+    "slides": 2,
+    "tasks": 3,
+    "training": 4,
+    "study": 5,
+    "report": 6,
+    "bench": 7,
+    "demo": 7,
+    "init": 7,
+    "cli": 8,
+}
+BESIDE = {("foreign", "models")}  # same layer, one may see the other
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        found |= {name.split(".")[1] for name in names if name.startswith("gated_srp.")}
+    return found
+
+
+FILES = [p for p in sorted(SOURCE.rglob("*.py")) if p.parent != SOURCE or p.stem != "__init__"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path):
+    here = room(path)
+    assert here in LAYERS, f"{here} has no room in the design"
+    for other in imported_rooms(path) - {here}:
+        assert LAYERS[other] < LAYERS[here] or (here, other) in BESIDE, f"{here} must not import {other}"
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_help_does_not_import_torch():
+    code = "import sys\nfrom gated_srp.cli import app\nprint([m for m in ('torch', 'pandas', 'numpy', 'h5py', 'yaml', 'pydantic') if m in sys.modules])"
+    assert run(code) == "[]"
+
+
+def test_the_core_needs_torch_alone():
+    heavy = "('h5py', 'pandas', 'pydantic', 'yaml', 'lightning', 'torchmetrics', 'safetensors', 'matplotlib', 'typer', 'rich')"
+    code = f"import sys\nimport gated_srp.srp, gated_srp.models, gated_srp.foreign\nprint([m for m in {heavy} if m in sys.modules])"
+    assert run(code) == "[]"
