@@ -1,0 +1,140 @@
+"""Prepared bags on disk: one safetensors file a bag, memory-mapped when read again.
+
+An entry's name is a hash of the feature file's place and of all settings; the file's size and time stand inside, so a changed file
+replaces its entry. Entries are written under a temporary name and put in place whole: several processes may share a folder, and a
+killed one leaves nothing that could be taken for an entry.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from uuid import uuid4
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from gated_srp.data.preparation import Preparation, PreparedBag, prepare
+from gated_srp.data.siblings import position_files
+from gated_srp.errors import UserError
+from gated_srp.srp.graph import PatchGraph
+
+FORMAT = 1  # of an entry, and of what preparation computes: raise it when either changes
+_ABANDONED = 24 * 3600  # seconds after which a temporary file has no writer any more
+_FACTS = ("num_patches", "stride", "stride_source", "unit", "encoder")
+
+
+@dataclass(frozen=True)
+class BagCache:
+    """A folder of prepared bags."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder}: the cache cannot be made ({error.strerror}). Correct `cache`.") from None
+        for draft in self.folder.glob(".*.tmp"):
+            with suppress(OSError):
+                if time.time() - draft.stat().st_mtime > _ABANDONED:
+                    draft.unlink()
+
+    def entry(self, path: Path, settings: Preparation) -> Path:
+        """Where the bag of this file with these settings is kept."""
+        facts = {"format": FORMAT, "path": str(path.resolve()), **asdict(settings)}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+        return self.folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.stem)[:80]}-{digest}.safetensors"
+
+    def read(self, path: Path, settings: Preparation) -> PreparedBag:
+        """The prepared bag, from its entry if there is a good one, else made and kept."""
+        entry, identity = self.entry(path, settings), identify(path)
+        found = _load(entry, path, identity)
+        if found is not None:
+            return found
+        bag = prepare(path, settings)
+        try:
+            _store(entry, bag, identity)
+        except OSError as error:  # a full disk must not end a run that does not need it
+            note = f"cache: {self.folder} cannot be written ({error.strerror}); the bag is prepared anew each time"
+            return replace(bag, warnings=(*bag.warnings, note))
+        return _load(entry, path, identity) or bag
+
+    def warm(self, path: Path, settings: Preparation) -> bool:
+        """Make the entry where there is none and bring its bytes into memory; False where it cannot be kept."""
+        self.read(path, settings)
+        buffer = bytearray(2**22)
+        try:
+            with self.entry(path, settings).open("rb", buffering=0) as stream:
+                while stream.readinto(buffer):
+                    pass
+        except OSError:
+            return False
+        return True
+
+
+def identify(path: Path) -> str:
+    """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
+    files = [path, *position_files(path), path.parent / "bags_config.json"]
+    with suppress(OSError):  # a missing file is for the reader to name
+        if path.is_dir():
+            files += sorted(path.rglob("*"))
+    return json.dumps(list(_stamps(files)))
+
+
+def _stamps(files: list[Path]) -> Iterator[tuple[str, int, int]]:
+    for file in files:
+        with suppress(OSError):
+            info = file.stat()
+            yield str(file), info.st_size, info.st_mtime_ns
+
+
+def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
+    facts = {key: getattr(bag, key) for key in _FACTS} | {"warnings": bag.warnings, "window": bag.graph.window}
+    tensors = {
+        "features": bag.features.contiguous(),
+        "coords": bag.coords.contiguous(),
+        "neighbours": bag.graph.neighbours,
+        "offsets": bag.graph.offsets,
+        "homogeneity": bag.graph.homogeneity,
+    }
+    draft = entry.with_name(f".{uuid4().hex}.tmp")
+    try:
+        try:
+            save_file(tensors, draft, metadata={"identity": identity, "facts": json.dumps(facts)})
+        except SafetensorError as error:
+            raise OSError(0, str(error)) from None
+        with draft.open("rb+") as stream:
+            os.fsync(stream.fileno())  # else a power cut may leave a whole name with half its bytes
+        os.replace(draft, entry)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _load(entry: Path, path: Path, identity: str) -> PreparedBag | None:
+    """The entry's bag, its tensors mapped from the file; None where there is no entry, a damaged one or one of another file."""
+    try:
+        with safe_open(entry, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("identity") != identity:
+                return None
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        facts = json.loads(metadata["facts"])
+        graph = PatchGraph(
+            tensors["neighbours"],
+            tensors["offsets"],
+            tensors["homogeneity"],
+            window=facts.pop("window"),
+            lengths=(len(tensors["features"]),),
+        )
+        warnings = tuple(facts.pop("warnings"))
+        return PreparedBag(
+            path=path, features=tensors["features"], coords=tensors["coords"], graph=graph, warnings=warnings, **facts
+        )
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return None
