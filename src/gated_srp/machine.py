@@ -2,8 +2,10 @@
 
 import functools
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 _PROBE = "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)"
 _WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
@@ -23,3 +25,12 @@ def bf16_environment() -> dict[str, str]:
         if probe.returncode == 0:
             return extra
     return _WITHOUT_AMX
+
+
+def processor() -> str:
+    """The processor's name, as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gated_srp import __version__
-from gated_srp.cli import data, models
+from gated_srp.cli import bench, data, models, studies
 from gated_srp.errors import UserError
 
 app = typer.Typer(
@@ -38,6 +38,8 @@ def options(
 
 # One line a command, in the order of a user's day.
 app.command("splits")(data.splits)
+app.command("stats")(studies.stats)
+app.command("bench")(bench.bench)
 app.command("convert")(models.convert)
 
 

@@ -54,7 +54,7 @@ class DifferentialAttention(Attention):
     def _combine(self, queries: Tensor, x: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         first, second = (self._attend(q, k, v, i, x, graph) for i, (q, k) in enumerate(self._branches(queries, x)))
         with torch.autocast(x.device.type, enabled=False):
-            mixed = self.subln((first - self._lambda().to(first.dtype) * second).to(self.subln.weight.dtype))
+            mixed: Tensor = self.subln((first - self._lambda().to(first.dtype) * second).to(self.subln.weight.dtype))
             return mixed.mul(1 - self.lambda_init).to(first.dtype)
 
     def _branches(self, queries: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:

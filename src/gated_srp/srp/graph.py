@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
-from gated_srp.srp.projection import neighbour_mean, wide
+from gated_srp.srp.projection import chunks, neighbour_mean, wide
 
-_CHUNK = 1024  # rows of a pass over wide features: the working set stays in the processor's cache
 _FEWEST = 0.1  # mean neighbour count below which a bag of at least _JUDGED patches is refused
 _JUDGED = 16
 
@@ -180,15 +179,18 @@ def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor
             f"features: {len(bad)} of {len(norms)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}. "
             "Drop those rows together with their coordinates, or extract the slide again."
         )
-    units = rows * torch.where(norms > 0, 1 / norms, 0.0).unsqueeze(-1)  # (L, C)
+    scale = torch.where(norms > 0, 1 / norms, 0.0)
     out = torch.empty_like(norms)
-    for start in range(0, len(norms), _CHUNK):
-        stop = min(start + _CHUNK, len(norms))
-        mean = neighbour_mean(
-            units, neighbours[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
-        )
-        torch.linalg.vecdot(units[start:stop], mean, out=out[start:stop])
-    return out.float()
+    for part in chunks(
+        len(norms), 512
+    ):  # the features are never copied as a whole: fresh memory costs more than the arithmetic
+        ends = offsets[part.start : part.stop + 1]
+        found = neighbours[ends[0] : ends[-1]]
+        around = F.embedding_bag(
+            found, rows, ends - ends[0], mode="sum", include_last_offset=True, per_sample_weights=scale[found]
+        )  # (chunk, C), the sum of the neighbours' unit features
+        out[part] = (rows[part] * around).sum(-1)
+    return (out * scale / offsets.diff().clamp(min=1)).float()
 
 
 def infer_stride(coords: Tensor) -> float:
@@ -230,44 +232,48 @@ def _compact(cells: Tensor, radius: int) -> Tensor:
     return F.pad(steps.cumsum(0), (1, 0)).long()[inverse]
 
 
-def _candidates(cells: Tensor, listed: Tensor, radius: int) -> tuple[Tensor, Tensor]:
+def _keys(cells: Tensor, radius: int) -> tuple[Tensor, int]:
+    """One number a cell, (N,), and the distance between the keys of neighbouring columns."""
+    x, y = (_compact(cells[:, i], radius) for i in (0, 1))
+    pitch = int(y.max()) + 2 * radius + 1  # the margin keeps a window from wrapping into the next column
+    return x * pitch + y + radius, pitch
+
+
+def _candidates(keys: Tensor, pitch: int, listed: Tensor, radius: int) -> tuple[Tensor, Tensor]:
     """All pairs (row, listed patch) whose cells lie within the radius, ordered by row: two (P,) tensors of patch numbers.
 
-    Cells are sorted by one key, so the cells (x + dx, y - radius ... y + radius) are one run found by binary search.
+    ``listed`` is ordered by key, so the cells (x + dx, y - radius ... y + radius) are one run found by binary search.
     """
-    x, y = (_compact(cells[:, i], radius) for i in (0, 1))
-    pitch = int(y.max()) + 2 * radius + 1
-    key = x * pitch + y + radius  # (N,); the margin keeps a window from wrapping into the next column
-    order = listed[key[listed].argsort(stable=True)]
-    columns = torch.arange(-radius, radius + 1, device=cells.device) * pitch
-    middle = key.unsqueeze(1) + columns  # (N, 2 * radius + 1)
-    first = torch.searchsorted(key[order], middle - radius)
-    counts = (torch.searchsorted(key[order], middle + radius, right=True) - first).flatten()
+    ordered = keys[listed]
+    columns = torch.arange(-radius, radius + 1, device=keys.device) * pitch
+    middle = keys.unsqueeze(1) + columns  # (N, 2 * radius + 1)
+    first = torch.searchsorted(ordered, middle - radius)
+    counts = (torch.searchsorted(ordered, middle + radius, right=True) - first).flatten()
     ends = counts.cumsum(0)
-    within = torch.arange(int(ends[-1]), device=cells.device) - (ends - counts).repeat_interleave(counts)
-    rows = torch.arange(len(cells), device=cells.device).repeat_interleave(counts.view(len(cells), -1).sum(1))
-    return rows, order[first.flatten().repeat_interleave(counts) + within]
+    shift = (first.flatten() - ends + counts).repeat_interleave(counts)
+    found = listed[torch.arange(len(shift), device=keys.device) + shift]
+    numbers = torch.arange(len(keys), device=keys.device)
+    return numbers.repeat_interleave(counts.view(len(keys), -1).sum(1)), found
 
 
 def _floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
     """Lattice `floor`: neighbours are the first patches of the other cells of the window."""
     whole = not coords.is_floating_point() and stride.is_integer()
-    cells = torch.div(
-        coords if whole else coords.double(), int(stride) if whole else stride, rounding_mode="floor"
-    ).long()
-    _, inverse = torch.unique(cells, dim=0, return_inverse=True)
-    numbers = torch.arange(len(cells), device=coords.device)
-    first = torch.full_like(numbers, len(cells)).scatter_reduce(0, inverse, numbers, "amin")
-    listed = first[first < len(cells)]
-    rows, found = _candidates(cells, listed.sort().values, radius)
-    other = inverse[rows] != inverse[found]
+    size = int(stride) if whole else stride
+    cells = torch.div(coords if whole else coords.double(), size, rounding_mode="floor").long()
+    keys, pitch = _keys(cells, radius)
+    order = keys.argsort(stable=True)
+    first = F.pad(keys[order].diff() != 0, (1, 0), value=True)  # stable: the first of a run is the cell's first patch
+    rows, found = _candidates(keys, pitch, order[first], radius)
+    other = keys[rows] != keys[found]
     return found[other], torch.bincount(rows[other], minlength=len(cells))
 
 
 def _near_offsets(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
     """Lattice `exact`: neighbours are all patches within stride / 8 of a lattice offset, the offset (0, 0) excepted."""
     cells = torch.div(coords.double(), stride, rounding_mode="floor").long()
-    rows, found = _candidates(cells, torch.arange(len(cells), device=coords.device), radius + 1)
+    keys, pitch = _keys(cells, radius + 1)
+    rows, found = _candidates(keys, pitch, keys.argsort(stable=True), radius + 1)
     steps = (coords[found] - coords[rows]).double() / stride  # (P, 2)
     nearest = steps.round()
     hit = ((steps - nearest).abs() <= 1 / 8).all(1) & (nearest.abs() <= radius).all(1) & (nearest != 0).any(1)

@@ -1,0 +1,104 @@
+"""Speed and memory on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gated_srp.bench import Figure, Row
+
+
+def bench(
+    full: Annotated[
+        bool, typer.Option("--full", help="2,048 to 160,000 patches and one slide of 1,000,000 (half an hour).")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
+) -> None:
+    """Ours against the textbook implementation: time and memory of prepare, predict and train, as ratios of one run."""
+    import os
+
+    from gated_srp.machine import bf16_environment
+
+    os.environ.update(bf16_environment())
+    from gated_srp import bench as measure
+
+    _describe_machine()
+    rows: list[Row] = []
+    for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
+        typer.echo(f"timing {tokens:,} patches ...")
+        rows += measure.time_arms(tokens, repeats=3 if tokens > 20_000 else 5)
+        if tokens >= 10_000:
+            typer.echo(f"memory of {tokens:,} patches, each figure in a process of its own ...")
+            rows += measure.memory_arms(tokens)
+        _save(rows, output)
+    rate = measure.multiply_rate()
+    figures = measure.figures(rows, rate)
+    if full:
+        rows += measure.growth((10_000, 160_000))
+        typer.echo("one slide of 1,000,000 patches, half precision, memory-mapped ...")
+        rows.append(measure.peak(1_000_000, "stream", "gated_srp", "float16"))
+        figures += measure.full_figures(rows)
+        _save(rows, output)
+    _print_rows(rows)
+    _print_figures(figures, rate)
+
+
+def _save(rows: "list[Row]", output: Path | None) -> None:
+    import json
+    from dataclasses import asdict
+
+    if output is not None:
+        beside = output.with_name(f".{output.name}.part")
+        beside.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        beside.replace(output)
+
+
+def _describe_machine() -> None:
+    import platform
+
+    import torch
+
+    from gated_srp.machine import bf16_environment, processor
+
+    note = ", bf16 without AMX (this machine announces it and cannot run it)" if bf16_environment() else ""
+    typer.echo(
+        f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}{note}"
+    )
+
+
+def _print_rows(rows: "list[Row]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("patches", "phase", "arm", "dtype", "seconds", "peak MB", title="measurements")
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds:.4f}"
+        table.add_row(
+            f"{row.tokens:,}",
+            row.phase,
+            row.arm,
+            row.dtype,
+            seconds,
+            "" if row.peak_mb is None else f"{row.peak_mb:,.0f}",
+        )
+    Console().print(table)
+
+
+def _print_figures(figures: "list[Figure]", rate: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "patches", "ratio", "here", "promised", "", title=f"ratios (matrix multiply rate {rate / 1e9:.0f} Gflop/s)"
+    )
+    for figure in figures:
+        sign = ">=" if figure.at_least else "<="
+        table.add_row(
+            f"{figure.tokens:,}",
+            figure.name,
+            f"{figure.value:.2f}",
+            f"{sign} {figure.bound:g}",
+            "yes" if figure.holds else "no",
+        )
+    Console().print(table)
