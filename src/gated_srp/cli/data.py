@@ -26,3 +26,40 @@ def splits(
     for part, count in split.counts.items():
         typer.echo(f"{part:>5}  {count:>6} by {split.unit}  {slides.get(part, 0):>6} slides")
     typer.echo(f"{output}: {split.source}, hash {split.hash[:12]}")
+
+
+def check(
+    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML, or a folder of feature files.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read the feature values too: NaN, infinity, damage.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write everything here too.")] = None,
+    quarantine: Annotated[
+        Path | None, typer.Option("--quarantine", help="Write the list of files to leave out, one a line.")
+    ] = None,
+) -> None:
+    """Say what was found, what is wrong and what to do. Exit status 1 when something must be mended."""
+    from json import dumps
+
+    from rich.console import Console
+
+    from gated_srp.cli.check_view import show
+    from gated_srp.cli.progress import counting
+    from gated_srp.data.check import check_cohort, check_folder, write_quarantine, write_whole
+    from gated_srp.data.config import load_config
+    from gated_srp.data.estimate import this_machine
+
+    with counting("files") as of:
+        if cohort.is_dir():
+            found = check_folder(cohort, deep=deep, progress=lambda files: of(len(files)))
+        else:
+            config, machine = load_config(cohort), this_machine()
+            found = check_cohort(config, deep=deep, progress=lambda files: of(len(files)), machine=machine)
+    if json is not None:
+        write_whole(json, dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
+    if quarantine is not None:
+        write_quarantine(found, quarantine)
+    show(found, Console())
+    for path in (json, quarantine):
+        if path is not None:
+            typer.echo(f"written: {path}")
+    if found.must_fix:
+        raise typer.Exit(1)

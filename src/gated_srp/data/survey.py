@@ -1,0 +1,227 @@
+"""What each feature file of a cohort holds, file by file: the facts that `check` judges.
+
+Shapes: N patches, C channels.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gated_srp.data.bag import BagError
+from gated_srp.data.formats import read_bag, read_header
+from gated_srp.errors import UserError
+from gated_srp.srp.graph import PatchGraph
+
+_WORTH_WORKERS = 64  # files from which on the start of other processes (they import torch) pays
+_CHUNK = 4096  # rows of features that are looked at together
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read and graphs are built. ``keys``: keyword arguments of `read_bag`."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    window: int = 3
+    lattice: Literal["floor", "exact"] = "floor"
+    cap: int | None = None
+    deep: bool = False  # look at the feature arrays too
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Of one slide's graph: neighbours a patch on average, and the share of patches without any."""
+
+    mean: float
+    alone: float
+
+
+NONE_LEFT = Neighbours(mean=0.0, alone=1.0)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One feature file. A file that cannot be used has a ``kind`` and a ``message`` and may have nothing else."""
+
+    path: Path
+    kind: str | None = None
+    message: str = ""
+    bytes: int = 0
+    patches: int = 0
+    width: int = 0
+    dtype: str = ""
+    encoder: str | None = None
+    stride: float = 0.0
+    unit: str = "px"
+    stride_source: str = ""
+    neighbours: Neighbours | None = None
+    capped: Neighbours | None = None  # None: not longer than the cap
+    shared_cells: int = 0  # patches that another patch of the same lattice cell hides
+    duplicates: int = 0  # patches that stand exactly where another stands
+    nonfinite: int = 0  # rows with NaN, infinity or a length beyond float32; only looked for when deep
+    zeros: int = 0  # rows of zeros alone; as above
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        return self.kind is None
+
+
+def kept_rows(coords: Tensor, cap: int) -> Tensor:
+    """Rows that a cap keeps, (cap,): sorted by x, then y, taken at even steps. (N, 2) -> row numbers."""
+    order = np.lexsort((coords[:, 1].numpy(), coords[:, 0].numpy()))
+    return torch.from_numpy(order[np.linspace(0, len(order) - 1, cap).astype(np.int64)])
+
+
+def survey(
+    files: Sequence[Path],
+    reading: Reading = Reading(),  # noqa: B008 - frozen
+    *,
+    workers: int = 0,
+    done: Callable[[FileFacts], object] = lambda facts: None,
+) -> list[FileFacts]:
+    """The facts of each file, in the order of ``files``; ``done`` is called with each as it comes.
+
+    Nothing in a file stops the others: damage becomes a ``kind``; with ``workers`` (processes) also where it ends the
+    process that reads.
+    """
+    look = partial(look_at, reading=reading)
+    found = []
+    for facts in _pooled(look, files, workers) if workers else map(look, files):
+        found.append(facts)
+        done(facts)
+    return found
+
+
+def workers_for(files: int) -> int:
+    """Processes that pay: none for a few files, since each has to import torch first."""
+    return min(8, os.cpu_count() or 1) if files >= _WORTH_WORKERS else 0
+
+
+def _pooled(look: Callable[[Path], FileFacts], files: Sequence[Path], workers: int) -> Iterator[FileFacts]:
+    """In order. A file whose reading ends its process ends the whole pool: the rest is read one process a time."""
+    context, yielded = get_context("spawn"), 0
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for facts in pool.map(look, files, chunksize=8):
+                yield facts
+                yielded += 1
+    except BrokenProcessPool:
+        for path in files[yielded:]:
+            yield _alone(look, path)
+
+
+def _alone(look: Callable[[Path], FileFacts], path: Path) -> FileFacts:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(look, path).result()
+        except BrokenProcessPool:
+            message = "reading it ended the process: damaged, or larger than memory. Extract the slide again."
+            return FileFacts(path, kind="crash", message=message)
+
+
+def look_at(path: Path, reading: Reading = Reading()) -> FileFacts:  # noqa: B008 - frozen
+    """The facts of one file; never raises on what a file holds."""
+    try:
+        return _facts(path, reading)
+    except BagError as error:
+        return FileFacts(path, error.kind, str(error).removeprefix(f"{error.path}: "), bytes=_size(path))
+    except UserError as error:
+        return FileFacts(path, "unusable", str(error), bytes=_size(path))
+    except Exception as error:  # a doctor does not die of a patient: name the file and go on
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        message = f"cannot be read ({said}). Extract the slide again; if that does not help, report it as a bug."
+        return FileFacts(path, "unreadable", message, bytes=_size(path))
+
+
+def _facts(path: Path, reading: Reading) -> FileFacts:
+    header = read_bag(path, **reading.keys) if reading.deep else read_header(path, **reading.keys)
+    coords, stride = header.coords, header.stride
+    kind, message, whole = None, "", None
+    try:
+        whole = _neighbours(coords, stride, reading)
+    except UserError as error:
+        kind, message = "no_neighbours", str(error)
+    capped = _capped(coords, stride, reading)
+    nonfinite = zeros = 0
+    if reading.deep:
+        nonfinite, zeros = _odd_rows(header.features)  # type: ignore[attr-defined]
+    if nonfinite and kind is None:
+        kind = "nonfinite"
+        message = (
+            f"{nonfinite} of {len(coords)} rows of features are NaN, infinite or too large for float32. Extract the "
+            "slide again, or drop those rows together with their positions."
+        )
+    return FileFacts(
+        path,
+        kind,
+        message,
+        bytes=_size(path),
+        patches=header.shape[0],
+        width=header.shape[1],
+        dtype=str(header.dtype).removeprefix("torch."),
+        encoder=header.encoder,
+        stride=stride,
+        unit=header.unit,
+        stride_source=header.stride_source,
+        neighbours=whole,
+        capped=capped,
+        shared_cells=_crowded(coords, stride) if reading.lattice == "floor" else 0,
+        duplicates=len(coords) - _distinct(coords),
+        nonfinite=nonfinite,
+        zeros=zeros,
+        warnings=header.warnings,
+    )
+
+
+def _neighbours(coords: Tensor, stride: float, reading: Reading) -> Neighbours:
+    graph = PatchGraph.from_coords(coords, stride=stride, window=reading.window, lattice=reading.lattice)
+    counts = graph.neighbour_count.double()
+    return Neighbours(float(counts.mean()), float((counts == 0).double().mean()))
+
+
+def _capped(coords: Tensor, stride: float, reading: Reading) -> Neighbours | None:
+    """The same of what the cap leaves; a graph that is refused for lack of neighbours has none to speak of."""
+    if reading.cap is None or len(coords) <= reading.cap:
+        return None
+    try:
+        return _neighbours(coords[kept_rows(coords, reading.cap)], stride, reading)
+    except UserError:
+        return NONE_LEFT
+
+
+def _distinct(points: Tensor) -> int:
+    """How many of (N, 2) points differ; a complex number a point sorts faster than rows do."""
+    return len(np.unique(points.double().contiguous().numpy().view(np.complex128)))
+
+
+def _crowded(coords: Tensor, stride: float) -> int:
+    """Patches that share a cell of the lattice without standing on the same spot: lattices that start anew."""
+    cells = torch.div(coords.double(), stride, rounding_mode="floor")
+    return _distinct(coords) - _distinct(cells)
+
+
+def _odd_rows(features: Tensor) -> tuple[int, int]:
+    """Rows whose length is not finite in float32, and rows of zeros; a part of the rows at a time."""
+    bad = zeros = 0
+    for part in features.split(_CHUNK):
+        norms = torch.linalg.vector_norm(part.float(), dim=1)
+        bad += int((~torch.isfinite(norms)).sum())
+        zeros += int((norms == 0).sum())
+    return bad, zeros
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
