@@ -1,0 +1,51 @@
+"""Commands on single runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
+    arm: Annotated[str | None, typer.Option("--arm", help="Which model; gated_srp unless the YAML has others.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Split, start weights, order; the YAML's first.")
+    ] = None,
+    fold: Annotated[int, typer.Option("--fold", min=0, help="Where the YAML sets `folds`.")] = 0,
+    init: Annotated[
+        Path | None, typer.Option("--init", help="Start weights: a run's model.safetensors, or a published checkpoint.")
+    ] = None,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Processes that share the bags of an update.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's `out`.")
+    ] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.epochs=5.")] = None,
+) -> None:
+    """Train one run, or go on with one that was interrupted: OUT/COHORT/ARM/seed42."""
+    from gated_srp.data import load_config
+    from gated_srp.training import Interrupted, train_run
+
+    overrides = _changes(change or []) | ({"out": str(out)} if out else {})
+    config = load_config(cohort, overrides)
+    if arm is None:
+        arm = "gated_srp" if "gated_srp" in config.arms else config.arms[0]
+    try:
+        train_run(
+            config, arm=arm, seed=config.seeds[0] if seed is None else seed, fold=fold, init=init, devices=devices
+        )
+    except Interrupted as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(130) from None
+
+
+def _changes(given: list[str]) -> dict[str, str]:
+    from gated_srp.errors import UserError
+
+    changes = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {item}: expected KEY=VALUE, e.g. --set train.epochs=5.")
+        changes[key] = value
+    return changes

@@ -1,0 +1,239 @@
+"""The training loop: the only one. One bag a step, exact windows of accumulated gradients, best epoch on validation.
+
+Randomness comes from named streams alone (order of bags: seed and epoch; drop path: seed, epoch and slide), so a training can be
+left at the end of any window and taken up again without a difference. N ranks share the bags of each window and sum their
+gradients once, so that they compute what one rank computes.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from gated_srp.data.configschema import TrainConfig
+from gated_srp.data.dataset import BagLoader, SlideBag
+from gated_srp.errors import UserError
+from gated_srp.models.slide import SlideTransformer, stream
+from gated_srp.tasks import Task
+from gated_srp.training.checkpoint import Checkpoint, Progress
+from gated_srp.training.gates import GateRecorder
+from gated_srp.training.optim import learning_rate, make_optimiser
+
+
+class Watch(Protocol):
+    """Who looks on: shows progress, saves, and may end the training by raising."""
+
+    def bag(self, bag: SlideBag) -> None:
+        """A bag was computed."""
+
+    def window(self, training: "Training") -> None:
+        """An optimiser step was made."""
+
+    def epoch(self, training: "Training") -> None:
+        """An epoch was validated and its results are in ``training.progress``."""
+
+
+@dataclass(eq=False)
+class Training:
+    """A training in memory. The model is on its device; what is frozen is frozen."""
+
+    fabric: Fabric
+    model: SlideTransformer
+    task: Task
+    loader: BagLoader
+    settings: TrainConfig
+    seed: int
+    progress: Progress = field(default_factory=Progress)
+    best: dict[str, Tensor] | None = None
+    stepping: bool = False  # weights and progress do not agree just now
+
+    def __post_init__(self) -> None:
+        self.optimiser = make_optimiser(self.model, lr=self.settings.lr, weight_decay=self.settings.weight_decay)
+        self.gates = GateRecorder(self.model)
+        if not len(self.progress.gates):
+            self.progress.gates = self.gates.take().double()
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything needed to go on from the end of the last window."""
+        return Checkpoint(self.progress, self.model.state_dict(), self.optimiser.state_dict(), self.best)
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Go back to a saved moment."""
+        self.progress, self.best = saved.progress, saved.best
+        self.model.load_state_dict(saved.model)
+        self.optimiser.load_state_dict(saved.optimiser)
+
+
+def fit(
+    training: Training, rows: Sequence[int], evaluate: Callable[[], tuple[dict[str, float], float]], watch: Watch
+) -> None:
+    """Train on these bags from where the training stands to its last epoch.
+
+    ``evaluate`` gives the validation metrics and the score of which more is better.
+    """
+    while training.progress.epoch < training.settings.epochs:
+        train_epoch(training, rows, watch)
+        metrics, score = evaluate()
+        finish_epoch(training, len(rows), metrics, score)
+        watch.epoch(training)
+
+
+def train_epoch(training: Training, rows: Sequence[int], watch: Watch) -> None:
+    """The windows of this epoch that are still to do."""
+    fabric, progress, settings = training.fabric, training.progress, training.settings
+    size = settings.accumulation * settings.batch_size
+    total = settings.epochs * math.ceil(len(rows) / size)
+    order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows))]
+    windows = [order[start : start + size] for start in range(progress.bags, len(order), size)]
+    mine = [row for window in windows for row in window[fabric.global_rank :: fabric.world_size]]
+    bags = training.loader.epoch(mine)
+    training.model.train()
+    for window in windows:
+        losses = accumulate(training, window, bags, watch)
+        gates = training.gates.take(fabric.device)
+        share(fabric, training.model, losses, gates)
+        values, sums = losses.tolist(), gates.double().cpu()  # all that a window asks of the device
+        clip_or_stop(training, window, values)
+        for group in training.optimiser.param_groups:
+            group["lr"] = learning_rate(progress.step, total, lr=settings.lr, warmup=settings.warmup)
+        training.stepping = True
+        training.optimiser.step()
+        training.optimiser.zero_grad()
+        progress.step += 1
+        progress.bags += len(window)
+        progress.loss += math.fsum(values)
+        progress.gates = progress.gates + sums
+        training.stepping = False
+        watch.window(training)
+
+
+def accumulate(training: Training, window: Sequence[int], bags: Iterator[SlideBag], watch: Watch) -> Tensor:
+    """Add up the gradients of this rank's bags of a window; the losses (bags of the window,), those of other ranks zero."""
+    losses = torch.zeros(len(window), device=training.fabric.device)
+    for place in range(training.fabric.global_rank, len(window), training.fabric.world_size):
+        bag = next(bags)
+        with blaming(bag, training.settings):
+            loss = learn(training, bag)
+            training.fabric.backward(loss / len(window))
+        losses[place] = loss.detach()
+        watch.bag(bag)
+    return losses
+
+
+def learn(training: Training, bag: SlideBag) -> Tensor:
+    """The loss of one bag."""
+    model, device = training.model, training.fabric.device
+    keep = None
+    if model.drop_path > 0:
+        name = f"drop path/{training.progress.epoch}/{bag.slide}"
+        keep = model.draw_keep(1, generator=stream(training.seed, name)).to(device)
+    training.gates.next_bag()
+    with training.fabric.autocast():
+        logits = model(bag.features.to(device, non_blocking=True)[None], bag.graph.to(device), keep)
+    assert bag.target is not None
+    return training.task.loss(logits, bag.target[None].to(device))
+
+
+def share(fabric: Fabric, model: SlideTransformer, *sums: Tensor) -> None:
+    """Sum gradients (absent is zero) and other sums over the ranks, in place."""
+    if fabric.world_size == 1:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+    for tensor in (flat, *sums):
+        fabric.all_reduce(tensor, reduce_op="sum")
+    for parameter, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[float]) -> None:
+    """Clip the gradient's norm; a loss or a norm that is not a number ends the training before it spoils the weights."""
+    bad = [row for row, loss in zip(window, losses, strict=True) if not math.isfinite(loss)]
+    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if bad or not math.isfinite(norm):
+        slides = training.loader.dataset.slides["slide"]
+        names = ", ".join(repr(slides[row]) for row in (bad or window)[:5])
+        raise UserError(
+            f"{'the loss' if bad else 'the gradient'} is not a finite number in epoch {training.progress.epoch + 1}, slide {names}. "
+            "The state before it is kept. Look at the slide with `gated-srp check --deep`; lower train.lr, or set "
+            "train.precision: 32, in a new run."
+        )
+    if training.settings.clip is not None:
+        trained = [p for p in training.model.parameters() if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(trained, training.settings.clip, norm)
+
+
+def finish_epoch(training: Training, bags: int, metrics: dict[str, float], score: float) -> None:
+    """Write down what the epoch gave, keep its weights if no earlier epoch was as good, and go to the next."""
+    progress = training.progress
+    number = progress.epoch + 1
+    progress.history.append([number, "train", "loss", progress.loss / bags])
+    progress.history += [[number, "val", name, value] for name, value in metrics.items()]
+    progress.gate_history += training.gates.rows(number, progress.gates, bags)
+    if score > progress.best_score:
+        progress.best_score, progress.best_epoch = score, number
+        training.best = {name: value.detach().clone() for name, value in training.model.state_dict().items()}
+    progress.epoch, progress.bags, progress.loss = number, 0, 0.0
+    progress.gates = torch.zeros_like(progress.gates)
+
+
+@torch.no_grad()
+def predict_logits(
+    fabric: Fabric,
+    model: SlideTransformer,
+    loader: BagLoader,
+    rows: Sequence[int],
+    seen: Callable[[SlideBag], None] = lambda bag: None,
+) -> Tensor:
+    """Logits of these bags, (B, K) in float32 on the CPU; ranks share the bags, all get the answer."""
+    model.eval()
+    logits = torch.zeros(len(rows), model.settings["num_outputs"], device=fabric.device)
+    places = range(fabric.global_rank, len(rows), fabric.world_size)
+    for place, bag in zip(places, loader.epoch([rows[place] for place in places]), strict=True):
+        with blaming(bag, None), fabric.autocast():
+            features = bag.features.to(fabric.device, non_blocking=True)[None]
+            logits[place] = model(features, bag.graph.to(fabric.device))[0].float()
+        seen(bag)
+    if fabric.world_size > 1:
+        fabric.all_reduce(logits, reduce_op="sum")
+    return logits.cpu()
+
+
+def bag_order(seed: int, epoch: int, bags: int) -> list[int]:
+    """The order of the bags in an epoch (from 0): a stream of seed and epoch, the same for every arm."""
+    order: list[int] = torch.randperm(bags, generator=stream(seed, f"order/{epoch}")).tolist()
+    return order
+
+
+@contextmanager
+def blaming(bag: SlideBag, settings: TrainConfig | None) -> Iterator[None]:
+    """Errors inside name the slide; running out of memory says what to set."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"slide {bag.slide!r} ({bag.path}): {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|enough memory", str(error)):
+            raise
+        raise _out_of_memory(bag, settings) from error
+
+
+def _out_of_memory(bag: SlideBag, settings: TrainConfig | None) -> UserError:
+    patches = len(bag.features)
+    cures = []
+    if settings is not None and not settings.checkpointing:
+        cures.append("train.checkpointing: true, which goes on in the same run with the same numbers")
+    if settings is not None and settings.precision != "bf16":
+        cures.append("train.precision: bf16 in a new run")
+    cures.append(f"a cap of {max(1, patches // 2):,} or less in a new run")
+    return UserError(
+        f"out of memory at slide {bag.slide!r} with {patches:,} patches of {bag.features.shape[1]} channels. "
+        f"The state before it is kept. Set {'; or '.join(cures)}."
+    )

@@ -1,0 +1,150 @@
+"""The end of a run: the best weights, read once on validation and test, and everything that is written about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from gated_srp.data.dataset import BagLoader
+from gated_srp.data.preparation import Preparation
+from gated_srp.errors import UserError
+from gated_srp.models import save_model
+from gated_srp.tasks import Classification, Multilabel, Survival, Task, fit_temperature, selection_score
+from gated_srp.training.domain import FeatureStatistics, evenly, slide_mean
+from gated_srp.training.loop import Training, Watch, predict_logits
+from gated_srp.training.material import Material
+from gated_srp.training.run import RunFolder
+
+PARTS = ("val", "test")
+
+
+def evaluate(training: Training, material: Material, watch: Watch) -> tuple[dict[str, float], float]:
+    """Validation metrics at the level that scores, the loss among them, and the score that selects."""
+    rows = material.rows("val")
+    logits = predict_logits(training.fabric, training.model, training.loader, rows, watch.bag)
+    loss = float(material.task.loss(logits, material.targets(rows)))
+    slides = material.predictions(rows, logits)
+    metrics = material.task.metrics(slides if material.score == "slide" else material.by_case(slides))
+    return {"loss": loss, **metrics}, selection_score(material.task, metrics, loss)
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a finished training gave. Tables by part (val, test) and level (slide, case)."""
+
+    tables: dict[tuple[str, str], pd.DataFrame]
+    metrics: dict[str, dict[str, dict[str, float] | None]]
+    temperature: float
+    facts: dict[str, Any]  # of the training set, for the card
+
+
+def read_results(training: Training, material: Material, watch: Watch) -> Results:
+    """Predict with the best weights; the test slides are read here, once, and nowhere else."""
+    if training.best is None:
+        raise UserError("no epoch gave a validation score that is a number. Lower train.lr, or check the features.")
+    training.model.load_state_dict(training.best)
+    tables: dict[tuple[str, str], pd.DataFrame] = {}
+    metrics: dict[str, dict[str, dict[str, float] | None]] = {}
+    temperature = 1.0
+    for part in PARTS:
+        rows = material.rows(part)
+        logits = predict_logits(training.fabric, training.model, training.loader, rows, watch.bag)
+        if part == "val":
+            temperature = fit_temperature(material.task, logits, material.targets(rows))
+        slides = material.predictions(rows, logits)
+        cases = material.by_case(slides)
+        tables |= {(part, "slide"): slides, (part, "case"): cases}
+        metrics[part] = {"slide": _metrics(material.task, slides), "case": _metrics(material.task, cases)}
+    return Results(tables, metrics, temperature, _training_facts(training, material, watch))
+
+
+def write_results(run: RunFolder, results: Results, training: Training, about: Mapping[str, Any]) -> None:
+    """All files of a finished run; metrics.json is the last, and says that it is finished."""
+    for (part, level), table in results.tables.items():
+        run.write_csv(f"predictions_{part}_{level}.csv", table)
+    card = {**about, **results.facts, "temperature": results.temperature, "best_epoch": training.progress.best_epoch}
+    try:
+        save_model(training.model, run.path / "model.safetensors", card)
+    except OSError as error:
+        raise UserError(
+            f"{run.path / 'model.safetensors'}: cannot be written ({error}). Free some space, then start the same command again."
+        ) from error
+    keys = ("cohort", "arm", "seed", "fold", "score", "select", "split_hash")
+    run.write_json(
+        "metrics.json",
+        {
+            **{key: about[key] for key in keys},
+            "best_epoch": training.progress.best_epoch,
+            "best_score": training.progress.best_score,
+            "temperature": results.temperature,
+            **results.metrics,
+        },
+    )
+
+
+def describe_task(task: Task) -> dict[str, Any]:
+    """The task in a model's card; `task_of` reads it."""
+    if isinstance(task, Survival):
+        seen = task.training
+        follow_up = None if seen is None else {"time": seen.time.tolist(), "event": seen.event.astype(int).tolist()}
+        return {"task": "survival", "bin_edges": list(task.edges), "follow_up": follow_up}
+    if isinstance(task, Multilabel):
+        return {"task": "multilabel", "classes": list(task.labels)}
+    assert isinstance(task, Classification)
+    return {"task": "classification", "classes": list(task.classes)}
+
+
+def task_of(card: Mapping[str, Any]) -> Task:
+    """The task that a model's card describes."""
+    from gated_srp.tasks.survival_metrics import FollowUp
+
+    kind = card.get("task")
+    if kind == "survival":
+        seen = card.get("follow_up")
+        return Survival(tuple(card["bin_edges"]), None if seen is None else FollowUp.of(seen["time"], seen["event"]))
+    if kind == "multilabel":
+        return Multilabel(tuple(card["classes"]))
+    if kind == "classification":
+        return Classification(tuple(card["classes"]), select=card.get("select", "macro_f1"))
+    raise UserError(
+        "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names."
+    )
+
+
+def describe_bags(settings: Preparation) -> dict[str, Any]:
+    """What a model's card says of how its bags are made."""
+    return {key: getattr(settings, key) for key in ("order", "window", "lattice", "cap", "dtype")}
+
+
+def _metrics(task: Task, table: pd.DataFrame) -> dict[str, float] | None:
+    """None where the table has no truth (cases whose slides differ), or no row."""
+    return task.metrics(table) if len(table) and set(task.truth) <= set(table) else None
+
+
+def _training_facts(training: Training, material: Material, watch: Watch) -> dict[str, Any]:
+    """Feature statistics, strides and encoder of training slides; for survival their median risk, which splits the curves."""
+    rows = material.rows("train")
+    facts = _look_at(training.loader, evenly(rows))
+    if isinstance(material.task, Survival):
+        logits = predict_logits(training.fabric, training.model, training.loader, rows, watch.bag)
+        facts["median_risk"] = float(material.by_case(material.predictions(rows, logits))["risk"].median())
+    return facts
+
+
+def _look_at(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
+    means: list[Tensor] = []
+    strides, encoders = set(), set()
+    for bag in loader.epoch(rows):
+        means.append(slide_mean(bag.features))
+        strides.add((float(bag.stride), bag.unit))
+        encoders.add(bag.encoder)
+    return {
+        "features": FeatureStatistics.fit(torch.stack(means)).as_card(),
+        "stride": [{"value": value, "unit": unit} for value, unit in sorted(strides)],
+        "encoder": next(iter(encoders)) if len(encoders) == 1 else None,
+    }
