@@ -1,0 +1,165 @@
+"""One attention layer of a foreign model and how its heads are reached.
+
+Shapes: B batch, H heads, L rows, D head width, C channels.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from gated_srp.errors import UserError
+from gated_srp.foreign.neighbourhood import Neighbourhood
+from gated_srp.srp import GatedSRP
+
+Finish = Callable[[Tensor], Any]
+Adapter = Callable[..., tuple[Tensor, Tensor, Finish]]
+
+
+class Site:
+    """An attention module, its correction and its share of the graph. Subclasses say how y and v are reached.
+
+    The correction becomes the submodule ``correction``, so that devices, optimisers, copies and checkpoints of the model
+    include it; a checkpoint from before still loads strictly, since the gates keep their values where it has none.
+    `trace` finds the layer by ``correction`` and ``cls_attention``.
+    """
+
+    def __init__(self, name: str, module: nn.Module, num_heads: int) -> None:
+        self.name, self.num_heads = name, num_heads
+        self.module: Any = module  # of somebody else's class
+        self._hooks: list[Any] = []
+
+    def install(self, correction: GatedSRP | None, neighbourhood: Neighbourhood) -> None:
+        if hasattr(self.module, "correction"):
+            raise UserError(
+                f"{self.name}: has a correction already. Detach the model first (handle.detach()), or attach to another part of it."
+            )
+        self.neighbourhood = neighbourhood
+        self.module.correction = correction
+        self.module.cls_attention = self.cls_attention
+        if correction is not None:
+            self._hooks.append(self.module.register_load_state_dict_pre_hook(self._keep_gates))
+        self.enter()
+
+    def remove(self) -> None:
+        self.leave()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        del self.module.correction, self.module.cls_attention
+
+    def enter(self) -> None:
+        """Make the module's forward pass through `correct`."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Undo `enter`, as far as it is not hooks."""
+
+    def correct(self, y: Tensor, v: Tensor) -> Tensor:
+        """y, v (B, H, L, D) -> z (B, H, L, D), contiguous as (B, L, H, D); y itself where the layer has no gate."""
+        correction: GatedSRP | None = self.module.correction
+        if correction is None:
+            return y
+        z: Tensor = correction(y, v, self.neighbourhood.rows(y))
+        return z
+
+    def cls_attention(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Attention of the first row to the patches, (H, N) for one bag, for `trace`; None where it cannot be reached."""
+        return None
+
+    def patches(self, weights: Tensor) -> Tensor | None:
+        """Patch columns of the first row's weights (B, H, L); None where the first row is a patch."""
+        rows = self.neighbourhood.rows(weights.unsqueeze(-1))
+        return rows.patches(weights) if rows.before else None
+
+    def tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The rows (B, L, C) that a block is called with."""
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 3]
+        return tensors[0] if tensors else None
+
+    def _keep_gates(self, module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = module.correction.state_dict(prefix=f"{prefix}correction.")
+        if not any(key in state for key in own):
+            state.update(own)
+
+
+class AdapterSite(Site):
+    """Reached by a function: ``adapter(module, *inputs) -> (y, v, finish)``, where finish(z) is what the module returns."""
+
+    def __init__(self, name: str, module: nn.Module, num_heads: int, adapter: Adapter) -> None:
+        super().__init__(name, module, num_heads)
+        self.adapter = adapter
+
+    def enter(self) -> None:
+        self.module.forward = self.forward  # an attribute of this one object, above the class's method
+
+    def leave(self) -> None:
+        del self.module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y, v, finish = self.adapter(self.module, *args, **kwargs)
+        return finish(self.correct(y, v))
+
+
+class Taps:
+    """Reached through two submodules: the output of ``values`` ends in the values, the input of ``heads`` is the merged heads.
+
+    The module's own forward runs unchanged between them, so masks, rotary positions and normalised keys need no word here.
+    ``values`` may name a fused projection (its last third is taken) or that of the values alone.
+    """
+
+    def __init__(self, values: str, heads: str) -> None:
+        self.values, self.heads = values, heads
+
+
+class TapSite(Site):
+    """See `Taps`."""
+
+    def __init__(self, name: str, module: nn.Module, num_heads: int, taps: Taps) -> None:
+        super().__init__(name, module, num_heads)
+        self.taps = taps
+        self._values: Tensor | None = None
+        self._mapping = False
+
+    def enter(self) -> None:
+        values, heads = (self.module.get_submodule(path) for path in (self.taps.values, self.taps.heads))
+        self._hooks.append(values.register_forward_hook(self._see_values))
+        self._hooks.append(heads.register_forward_pre_hook(self._correct_heads))
+
+    def _see_values(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._values = output.detach()
+
+    def _correct_heads(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self.module.correction is None or self._mapping:
+            return None
+        merged = args[0]  # (B, L, H * D)
+        if self._values is None or self._values.shape[-1] < merged.shape[-1]:
+            raise UserError(
+                f"{self.name}: '{self.taps.values}' gave no values as wide as the heads ({merged.shape[-1]}) before '{self.taps.heads}' was reached. "
+                "Name the projection of the values (or the fused one that ends in them) and the module that reads the merged heads."
+            )
+        v, self._values = self._values[..., -merged.shape[-1] :], None
+        z = self.correct(self._split(merged), self._split(v))
+        return (z.transpose(1, 2).reshape(merged.shape), *args[1:])
+
+    def _split(self, merged: Tensor) -> Tensor:
+        heads: Tensor = merged.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, L, D)
+        return heads
+
+
+class FusedTapSite(TapSite):
+    """timm's attention: `Taps`, and its attention map seen once with the fused kernel off."""
+
+    def cls_attention(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        seen: list[Tensor] = []
+        fused = self.module.fused_attn
+        hook = self.module.get_submodule("attn_drop").register_forward_pre_hook(
+            lambda _, inputs: seen.append(inputs[0])
+        )
+        try:
+            self.module.fused_attn, self._mapping = False, True
+            type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            self.module.fused_attn, self._mapping, self._values = fused, False, None
+            hook.remove()
+        return self.patches(seen[0][:, :, 0]) if seen else None

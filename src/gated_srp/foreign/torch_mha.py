@@ -1,0 +1,147 @@
+"""torch.nn.MultiheadAttention and what is built on it (nn.TransformerEncoder, nn.TransformerEncoderLayer).
+
+Shapes: B batch, H heads, L rows, D head width, E = H * D channels.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gated_srp.errors import UserError
+from gated_srp.foreign.site import AdapterSite, Finish
+
+
+class TorchSite(AdapterSite):
+    """An nn.MultiheadAttention; the encoder layers around it stop taking the inference path that calls no attention module."""
+
+    def __init__(self, name: str, module: nn.MultiheadAttention, around: Iterable[nn.Module]) -> None:
+        super().__init__(name, module, module.num_heads, self_attention)
+        self.batch_first = module.batch_first
+        self._around = [m for m in around if isinstance(m, nn.TransformerEncoder | nn.TransformerEncoderLayer)]
+        self._before: list[tuple[nn.Module, str, Any]] = []
+
+    def enter(self) -> None:
+        super().enter()
+        for module in self._around:
+            switch = "use_nested_tensor" if isinstance(module, nn.TransformerEncoder) else "activation_relu_or_gelu"
+            self._before.append((module, switch, getattr(module, switch)))
+            setattr(module, switch, False)
+
+    def leave(self) -> None:
+        super().leave()
+        for module, switch, value in reversed(self._before):
+            setattr(module, switch, value)
+        self._before.clear()
+
+    def tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        rows = super().tokens(args, kwargs)
+        return rows if rows is None or self.batch_first else rows.transpose(0, 1)
+
+    def cls_attention(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        *_, finish = self_attention(
+            self.module, *args, **{**kwargs, "need_weights": True, "average_attn_weights": False}
+        )
+        return self.patches(finish.weights[:, :, 0])  # type: ignore[attr-defined]
+
+
+class _Finish:
+    """The output projection, in the layout that the module was called with."""
+
+    def __init__(self, module: nn.MultiheadAttention, batched: bool, weights: Tensor | None, average: bool) -> None:
+        self.module, self.batched, self.weights, self.average = module, batched, weights, average
+
+    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        out_proj = self.module.out_proj
+        merged = z.permute(2, 0, 1, 3).flatten(
+            2
+        )  # (L, B, E), as PyTorch lays it out: the products then agree to the bit
+        out = F.linear(merged, out_proj.weight, out_proj.bias)
+        weights = self.weights.mean(1) if self.weights is not None and self.average else self.weights
+        if not self.batched:
+            return out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out.transpose(0, 1) if self.module.batch_first else out, weights
+
+
+def self_attention(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor, Finish]:
+    """The adapter of nn.MultiheadAttention, with the arguments of its forward; the same products in the same order."""
+    if query is not key or key is not value:
+        raise UserError(
+            "MultiheadAttention: called with queries, keys and values that are not one tensor. Gated SRP corrects self-attention; attach to the "
+            "encoder alone (attach(model.encoder)) where the model also has cross-attention or attention pooling."
+        )
+    if query.is_nested:
+        raise UserError(
+            "MultiheadAttention: nested tensors have no rows to number. Pad the bags and pass a key padding mask."
+        )
+    batched = query.ndim == 3
+    x = query.unsqueeze(1) if not batched else query.transpose(0, 1) if module.batch_first else query  # (L, B, E)
+    if not batched and key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.unsqueeze(0)
+    rows = F.linear(x, module.in_proj_weight, module.in_proj_bias)  # (L, B, 3 E)
+    q, k, v = (
+        part.unflatten(-1, (module.num_heads, -1)).permute(1, 2, 0, 3) for part in rows.chunk(3, -1)
+    )  # (B, H, L, D)
+    dropout = module.dropout if module.training else 0.0
+    if not need_weights and is_causal and key_padding_mask is None:
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return y, v, _Finish(module, batched, None, average_attn_weights)
+    mask = _additive(attn_mask, key_padding_mask, q)
+    if not need_weights:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return y, v, _Finish(module, batched, None, average_attn_weights)
+    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    weights = F.dropout((logits if mask is None else mask + logits).softmax(-1), dropout, training=module.training)
+    return weights @ v, v, _Finish(module, batched, weights, average_attn_weights)
+
+
+def _additive(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Both masks as one that is added to the logits, broadcast to (B, H, L, L); true means 'do not attend'."""
+    total = None
+    if attn_mask is not None:
+        total = _float(attn_mask, q)
+        total = total.view(q.shape[0], -1, *total.shape[1:]) if total.ndim == 3 else total[None, None]
+    if key_padding_mask is not None:
+        padding = _float(key_padding_mask, q)[:, None, None]
+        total = padding if total is None else total + padding
+    return total
+
+
+def _float(mask: Tensor, q: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(q.dtype)
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
+
+
+def find(model: nn.Module) -> list[TorchSite]:
+    """Every nn.MultiheadAttention of the model, in the order of registration."""
+    modules = dict(model.named_modules())
+    sites = []
+    for name, module in modules.items():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
+            raise UserError(
+                f"{name}: MultiheadAttention with add_bias_kv, add_zero_attn or other key widths has values that belong to no row. "
+                "Gated SRP cannot be attached to it."
+            )
+        around = [modules[path] for path in _ancestors(name)]
+        sites.append(TorchSite(name, module, around))
+    return sites
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".") if name else []
+    return [".".join(parts[:i]) for i in range(len(parts))]
