@@ -21,12 +21,12 @@ from factories import (
 from typer.testing import CliRunner
 
 from gated_srp.cli import data as commands
-from gated_srp.data import read_header
 from gated_srp.data.check import check_cohort, check_folder, write_quarantine
 from gated_srp.data.config import load_config
 from gated_srp.data.estimate import Machine, Trunk
 from gated_srp.data.findings import parted
-from gated_srp.data.survey import Reading, kept_rows, look_at, survey
+from gated_srp.data.preparation import Preparation
+from gated_srp.data.survey import look_at, survey
 from gated_srp.errors import UserError
 
 NAMED = (
@@ -106,7 +106,7 @@ def test_in_a_mixed_folder_exactly_the_broken_files_are_named_with_a_cure_each(t
 def test_every_broken_file_is_a_finding_of_its_kind(name, tmp_path):
     kind, write = BROKEN[name]
     path = write(tmp_path / "s1.h5")
-    facts = look_at(path, Reading(deep=True))
+    facts = look_at(path, Preparation(), deep=True)
     assert facts.kind == kind
     what, cure = parted(facts.message)
     assert what
@@ -116,8 +116,8 @@ def test_every_broken_file_is_a_finding_of_its_kind(name, tmp_path):
 def test_workers_give_the_same_facts_in_the_same_order(tmp_path):
     files = [*_good_files(tmp_path, 9), BROKEN["cut short"][1](tmp_path / "z.h5")]
     seen = []
-    assert survey(files, Reading(deep=True), workers=2, done=seen.append) == [
-        look_at(f, Reading(deep=True)) for f in files
+    assert survey(files, deep=True, workers=2, done=seen.append) == [
+        look_at(f, Preparation(), deep=True) for f in files
     ]
     assert [facts.path for facts in seen] == files
 
@@ -127,7 +127,7 @@ def test_a_bug_in_reading_is_a_finding_of_one_file(tmp_path, monkeypatch):
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr("gated_srp.data.survey.read_header", broken)
-    facts = look_at(tmp_path / "s.h5")
+    facts = look_at(tmp_path / "s.h5", Preparation())
     assert (facts.kind, "RuntimeError: no such luck" in facts.message) == ("unreadable", True)
 
 
@@ -141,14 +141,6 @@ def test_counts_strides_and_neighbours_are_those_of_a_hand_made_lattice(tmp_path
     assert check.summary["neighbours"]["mean"]["median"] == pytest.approx(58 / 12)
     assert check.summary["neighbours"]["alone"] == 0
     assert not check.must_fix
-
-
-def test_the_cap_keeps_the_rows_of_the_protocol(tmp_path):
-    header = read_header(write_clam(tmp_path, "s", make_slide(columns=5, rows=4)))
-    coords = header.coords.tolist()
-    order = sorted(range(len(coords)), key=lambda i: coords[i])
-    steps = [int(step) for step in np.linspace(0, len(coords) - 1, 7)]
-    assert kept_rows(header.coords, 7).tolist() == [order[step] for step in steps]
 
 
 def test_a_cap_that_thins_the_lattice_is_told_before_and_after(tmp_path):

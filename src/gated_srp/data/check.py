@@ -19,9 +19,10 @@ from gated_srp.data.cohort_data import CohortData, find_files, open_cohort
 from gated_srp.data.configschema import CohortConfig
 from gated_srp.data.estimate import Machine, Trunk, run_seconds
 from gated_srp.data.findings import Finding
+from gated_srp.data.preparation import Preparation
 from gated_srp.data.siblings import find_bags
 from gated_srp.data.splits import PARTS, Split, assign_parts
-from gated_srp.data.survey import FileFacts, Reading, survey, workers_for
+from gated_srp.data.survey import FileFacts, survey, workers_for
 from gated_srp.data.table import Table
 from gated_srp.errors import UserError
 
@@ -79,10 +80,10 @@ def check_cohort(
         files = list(data.matches.found.values())
     except UserError as error:
         trouble.append(found_by.of_error(error, "cohort"))
-    reading = Reading(config.reading, window=config.window, lattice=config.lattice, cap=config.cap, deep=deep)
-    facts = survey(files, reading, workers=workers_for(len(files)), done=progress(files))
-    trouble += _of_facts(facts, reading)
-    summary = _about_files(facts, reading)
+    settings = Preparation.of(config)
+    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), done=progress(files))
+    trouble += _of_facts(facts, settings)
+    summary = _about_files(facts, settings, deep=deep)
     if data is not None:
         splits, errors = _splits(data)
         broken = [file.path for file in facts if not file.usable]
@@ -100,11 +101,12 @@ def check_cohort(
 
 def check_folder(folder: Path, *, deep: bool = False, progress: Progress = _silent) -> Check:
     """Check the feature files of a folder alone: no table, no splits."""
-    files, reading = find_bags(folder), Reading(deep=deep)
+    files, settings = find_bags(folder), Preparation()
     if not files:
         raise UserError(f"{folder}: no feature file in it. Point at the folder of an extraction, or at a cohort.yaml.")
-    facts = survey(files, reading, workers=workers_for(len(files)), done=progress(files))
-    return Check(folder.name, _about_files(facts, reading), _sorted(_of_facts(facts, reading)), tuple(facts))
+    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), done=progress(files))
+    summary = _about_files(facts, settings, deep=deep)
+    return Check(folder.name, summary, _sorted(_of_facts(facts, settings)), tuple(facts))
 
 
 def write_quarantine(check: Check, path: Path) -> None:
@@ -124,10 +126,10 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another file.") from None
 
 
-def _of_facts(facts: Sequence[FileFacts], reading: Reading) -> Iterator[Finding]:
+def _of_facts(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Finding]:
     yield from found_by.of_files(facts)
     yield from found_by.of_encoders(facts)
-    yield from found_by.of_neighbours(facts, window=reading.window, cap=reading.cap)
+    yield from found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
 
 
 def _sorted(findings: Sequence[Finding] | Iterator[Finding]) -> tuple[Finding, ...]:
@@ -157,7 +159,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": float(min(values)), "median": float(np.median(values)), "max": float(max(values))}
 
 
-def _about_files(facts: Sequence[FileFacts], reading: Reading) -> dict[str, Any]:
+def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: bool) -> dict[str, Any]:
     good = [file for file in facts if file.usable]
     whole, weights = [file.neighbours for file in good if file.neighbours], [file.patches for file in good]
     thinned = [(file.neighbours, file.capped) for file in good if file.neighbours and file.capped]
@@ -168,7 +170,7 @@ def _about_files(facts: Sequence[FileFacts], reading: Reading) -> dict[str, Any]
             "usable": len(good),
             "broken": dict(Counter(file.kind for file in facts if file.kind)),
             "bytes": sum(file.bytes for file in good),
-            "deep": reading.deep,
+            "deep": deep,
         },
         "encoders": dict(Counter(file.encoder or "not said" for file in good)),
         "widths": dict(Counter(str(file.width) for file in good)),
@@ -178,12 +180,12 @@ def _about_files(facts: Sequence[FileFacts], reading: Reading) -> dict[str, Any]
             {"stride": stride, "source": source, "files": count} for (stride, source), count in strides.most_common()
         ],
         "neighbours": {
-            "most": reading.window**2 - 1,
+            "most": settings.window**2 - 1,
             "mean": _spread([one.mean for one in whole]),
             "alone": float(np.average([one.alone for one in whole], weights=weights)) if whole else None,
         },
         "cap": {
-            "cap": reading.cap,
+            "cap": settings.cap,
             "files": len(thinned),
             "before": float(np.mean([before.mean for before, _ in thinned])) if thinned else None,
             "after": float(np.mean([after.mean for _, after in thinned])) if thinned else None,

@@ -13,7 +13,7 @@ from gated_srp.data.cohort_data import CohortData
 from gated_srp.data.encoders import is_known
 from gated_srp.data.matching import Matches
 from gated_srp.data.splits import PARTS, Split, assign_parts
-from gated_srp.data.survey import NONE_LEFT, FileFacts
+from gated_srp.data.survey import FileFacts
 from gated_srp.data.table import Table
 from gated_srp.errors import UserError
 
@@ -21,6 +21,7 @@ Severity = Literal["error", "warning", "note"]
 
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
+_NONE = 0.1  # neighbours a patch below which there is nothing to correct at all
 _SCARCE = 10  # slides of a class, or events, below which a result says little
 _LONG = re.compile(r"\(([^()]{100})[^()]*\)")  # a library's own words
 
@@ -142,10 +143,10 @@ def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -
         after = sum(file.capped.mean for file in capped if file.capped) / len(capped)
         what = f"the cap of {cap:,} patches thins the lattice: {before:.1f} -> {after:.1f} neighbours a patch"
         cure = "Raise `cap` if memory allows; the published numbers were made with their cap."
-        lost = sum(file.capped == NONE_LEFT for file in capped)
+        lost = sum(file.capped.mean < _NONE for file in capped if file.capped)
         severity: Severity = "error" if lost else "warning" if after < _FEW * most else "note"
         if lost:
-            what += f"; {lost:,} slides keep almost none, and runs refuse them"
+            what += f"; {lost:,} slides keep almost none, so Gated SRP would do nothing there"
         yield Finding(severity, "cap", what, tuple(str(file.path) for file in capped), cure)
 
 

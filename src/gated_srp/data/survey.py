@@ -4,21 +4,21 @@ Shapes: N patches, C channels.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.data.bag import BagError
+from gated_srp.data.bag import Bag, BagError
 from gated_srp.data.formats import read_bag, read_header
+from gated_srp.data.preparation import Preparation, capped_rows
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
 
@@ -27,25 +27,11 @@ _CHUNK = 4096  # rows of features that are looked at together
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How files are read and graphs are built. ``keys``: keyword arguments of `read_bag`."""
-
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    window: int = 3
-    lattice: Literal["floor", "exact"] = "floor"
-    cap: int | None = None
-    deep: bool = False  # look at the feature arrays too
-
-
-@dataclass(frozen=True)
 class Neighbours:
     """Of one slide's graph: neighbours a patch on average, and the share of patches without any."""
 
     mean: float
     alone: float
-
-
-NONE_LEFT = Neighbours(mean=0.0, alone=1.0)
 
 
 @dataclass(frozen=True)
@@ -76,25 +62,21 @@ class FileFacts:
         return self.kind is None
 
 
-def kept_rows(coords: Tensor, cap: int) -> Tensor:
-    """Rows that a cap keeps, (cap,): sorted by x, then y, taken at even steps. (N, 2) -> row numbers."""
-    order = np.lexsort((coords[:, 1].numpy(), coords[:, 0].numpy()))
-    return torch.from_numpy(order[np.linspace(0, len(order) - 1, cap).astype(np.int64)])
-
-
 def survey(
     files: Sequence[Path],
-    reading: Reading = Reading(),  # noqa: B008 - frozen
+    settings: Preparation = Preparation(),  # noqa: B008 - frozen
     *,
+    deep: bool = False,
     workers: int = 0,
     done: Callable[[FileFacts], object] = lambda facts: None,
 ) -> list[FileFacts]:
     """The facts of each file, in the order of ``files``; ``done`` is called with each as it comes.
 
+    ``deep`` looks at the feature arrays too.
     Nothing in a file stops the others: damage becomes a ``kind``; with ``workers`` (processes) also where it ends the
     process that reads.
     """
-    look = partial(look_at, reading=reading)
+    look = partial(look_at, settings=settings, deep=deep)
     found = []
     for facts in _pooled(look, files, workers) if workers else map(look, files):
         found.append(facts)
@@ -129,10 +111,10 @@ def _alone(look: Callable[[Path], FileFacts], path: Path) -> FileFacts:
             return FileFacts(path, kind="crash", message=message)
 
 
-def look_at(path: Path, reading: Reading = Reading()) -> FileFacts:  # noqa: B008 - frozen
+def look_at(path: Path, settings: Preparation, *, deep: bool = False) -> FileFacts:
     """The facts of one file; never raises on what a file holds."""
     try:
-        return _facts(path, reading)
+        return _facts(path, settings, deep=deep)
     except BagError as error:
         return FileFacts(path, error.kind, str(error).removeprefix(f"{error.path}: "), bytes=_size(path))
     except UserError as error:
@@ -143,18 +125,17 @@ def look_at(path: Path, reading: Reading = Reading()) -> FileFacts:  # noqa: B00
         return FileFacts(path, "unreadable", message, bytes=_size(path))
 
 
-def _facts(path: Path, reading: Reading) -> FileFacts:
-    header = read_bag(path, **reading.keys) if reading.deep else read_header(path, **reading.keys)
+def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
+    header = read_bag(path, **settings.reading) if deep else read_header(path, **settings.reading)
     coords, stride = header.coords, header.stride
-    kind, message, whole = None, "", None
+    kind, message, whole, capped = None, "", None, None
     try:
-        whole = _neighbours(coords, stride, reading)
+        whole, capped = _neighbours(coords, stride, settings)
     except UserError as error:
         kind, message = "no_neighbours", str(error)
-    capped = _capped(coords, stride, reading)
     nonfinite = zeros = 0
-    if reading.deep:
-        nonfinite, zeros = _odd_rows(header.features)  # type: ignore[attr-defined]
+    if isinstance(header, Bag):
+        nonfinite, zeros = _odd_rows(header.features)
     if nonfinite and kind is None:
         kind = "nonfinite"
         message = (
@@ -175,7 +156,7 @@ def _facts(path: Path, reading: Reading) -> FileFacts:
         stride_source=header.stride_source,
         neighbours=whole,
         capped=capped,
-        shared_cells=_crowded(coords, stride) if reading.lattice == "floor" else 0,
+        shared_cells=_crowded(coords, stride) if settings.lattice == "floor" else 0,
         duplicates=len(coords) - _distinct(coords),
         nonfinite=nonfinite,
         zeros=zeros,
@@ -183,20 +164,23 @@ def _facts(path: Path, reading: Reading) -> FileFacts:
     )
 
 
-def _neighbours(coords: Tensor, stride: float, reading: Reading) -> Neighbours:
-    graph = PatchGraph.from_coords(coords, stride=stride, window=reading.window, lattice=reading.lattice)
-    counts = graph.neighbour_count.double()
-    return Neighbours(float(counts.mean()), float((counts == 0).double().mean()))
+def _neighbours(coords: Tensor, stride: float, settings: Preparation) -> tuple[Neighbours, Neighbours | None]:
+    """Before the cap and after it. Kept rows stand in front, so one graph tells both: its lists cut to those rows."""
+    rows = capped_rows(coords, settings.cap)
+    if rows is not None:
+        dropped = torch.ones(len(coords), dtype=torch.bool).index_fill_(0, rows, False)
+        coords = coords[torch.cat([rows, dropped.nonzero().flatten()])]
+    graph = PatchGraph.from_coords(coords, stride=stride, window=settings.window, lattice=settings.lattice)
+    counts = graph.neighbour_count
+    if rows is None:
+        return _told(counts), None
+    owner = torch.arange(len(rows)).repeat_interleave(counts[: len(rows)])
+    inside = graph.neighbours[: len(owner)] < len(rows)
+    return _told(counts), _told(torch.bincount(owner[inside], minlength=len(rows)))
 
 
-def _capped(coords: Tensor, stride: float, reading: Reading) -> Neighbours | None:
-    """The same of what the cap leaves; a graph that is refused for lack of neighbours has none to speak of."""
-    if reading.cap is None or len(coords) <= reading.cap:
-        return None
-    try:
-        return _neighbours(coords[kept_rows(coords, reading.cap)], stride, reading)
-    except UserError:
-        return NONE_LEFT
+def _told(counts: Tensor) -> Neighbours:
+    return Neighbours(float(counts.double().mean()), float((counts == 0).double().mean()))
 
 
 def _distinct(points: Tensor) -> int:
