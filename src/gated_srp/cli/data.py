@@ -63,3 +63,44 @@ def check(
             typer.echo(f"written: {path}")
     if found.must_fix:
         raise typer.Exit(1)
+
+
+def redundancy(
+    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML, or a folder of feature files.")],
+    run: Annotated[
+        Path | None, typer.Option("--run", help="A run's folder, or a model file: measure tokens instead of features.")
+    ] = None,
+    layer: Annotated[int, typer.Option("--layer", min=1, help="With --run: after which attention layer.")] = 1,
+    slides: Annotated[
+        int | None, typer.Option("--slides", min=1, help="At most so many slides, evenly chosen.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random patches.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the figure and the table.")] = Path(
+        "redundancy"
+    ),
+) -> None:
+    """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides."""
+    from gated_srp.cli.progress import counting
+    from gated_srp.cli.redundancy_run import measure_slides
+    from gated_srp.data.redundancy import pooled, quantiles, write_table
+    from gated_srp.report.redundancy import draw_redundancy
+
+    with counting("slides") as of:
+        name, measured, left_out = measure_slides(cohort, run, layer=layer, at_most=slides, seed=seed, progress=of)
+    for reason in left_out:
+        typer.secho(f"left out: {reason}", fg="yellow", err=True)
+    everything = pooled(measured)
+    write_table([*everything, *measured], output / "redundancy.csv")
+    title = f"{name}: local redundancy of patch {'features' if run is None else 'tokens after attention'}"
+    paths = draw_redundancy(measured, output / "redundancy", title=title)
+    for one in everything:
+        near, far = quantiles(one.neighbours), quantiles(one.random)
+        typer.echo(
+            f"{one.rows}: cosine to the neighbours' mean {near['median']:.3f} (half of the patches {near['q25']:.3f} to "
+            f"{near['q75']:.3f}), to the mean of as many random patches {far['median']:.3f} ({far['q25']:.3f} to {far['q75']:.3f})"
+        )
+    typer.echo(
+        f"{len(everything[0].neighbours):,} patches with neighbours, {len(measured) // len(everything):,} slides"
+    )
+    for path in (output / "redundancy.csv", *paths):
+        typer.echo(f"written: {path}")

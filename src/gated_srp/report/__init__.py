@@ -1,0 +1,1 @@
+"""What runs and slides show: tables, figures, maps and pages (extra ``train``)."""
