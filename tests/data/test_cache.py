@@ -134,10 +134,29 @@ def test_a_damaged_entry_is_made_again(cache, file, counted, kept):
     assert len(counted) == 2
 
 
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
+def test_a_flipped_bit_is_found_by_the_next_process(cache, file, counted, place):
+    cache.read(file, PLAIN)
+    entry = cache.entry(file, PLAIN)
+    whole = bytearray(entry.read_bytes())
+    whole[int(place * len(whole))] ^= 1
+    entry.write_bytes(whole)
+    for reader in (BagCache(cache.folder), BagCache(cache.folder)):
+        assert_same(reader.read(file, PLAIN), prepare(file, PLAIN))
+    assert len(counted) == 2
+
+
 def test_noise_in_place_of_an_entry_is_made_again(cache, file, counted):
     entry = cache.entry(file, PLAIN)
     entry.write_bytes(np.random.default_rng(0).bytes(5000))
     assert_same(cache.read(file, PLAIN), prepare(file, PLAIN))
+
+
+def test_a_bag_without_any_neighbours_is_kept_too(tmp_path, cache, counted):
+    file = write_trident(tmp_path, "s", make_slide(0, columns=1, rows=1, kept=1.0))
+    assert_same(cache.read(file, PLAIN), BagCache(cache.folder).read(file, PLAIN))
+    assert len(counted) == 1
+    assert cache.read(file, PLAIN).graph.neighbours.tolist() == []
 
 
 def test_equal_names_in_different_folders_do_not_meet(tmp_path, cache):
@@ -205,7 +224,7 @@ def test_a_killed_writer_leaves_no_broken_entry(tmp_path, cache):
         process.join(30)
         entry = cache.entry(file, PLAIN)
         if entry.exists():  # whole or not at all
-            found = cache_module._load(entry, file, cache_module.identify(file))
+            found = cache_module._load(entry, file, cache_module.identify(file), check=True)
             assert found is not None
             assert_same(found, expected)
         assert_same(cache.read(file, PLAIN), expected)
@@ -229,7 +248,7 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(cache, file, monkeypatch):
     assert "No space left on device" in bag.warnings[-1]
     assert_same(replace(bag, warnings=()), replace(prepare(file, PLAIN), warnings=()))
     assert list(cache.folder.iterdir()) == []
-    assert cache.warm(file, PLAIN) is False
+    assert cache.touch(file, PLAIN) is False
 
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path):

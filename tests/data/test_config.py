@@ -46,6 +46,18 @@ def test_paths_of_overrides_are_relative_to_the_current_folder(write, tmp_path, 
     assert (config.out, config.cache.folder) == (tmp_path.parent / "there", tmp_path.parent / "warm")
 
 
+def test_an_override_changes_one_value_of_a_section(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    path = write("table: slides.csv\ncache: warm\nfolds: 5\ntrain: {lr: 1, clip: 2}\n")
+    config = load_config(path, {"cache.dtype": "float16", "folds": {"by": "site"}, "train.lr": 3, "train.epochs": 4})
+    assert (config.cache.folder, config.cache.dtype) == (tmp_path / "warm", "float16")
+    assert (config.folds.number, config.folds.by) == (5, "site")
+    assert (config.train.lr, config.train.clip, config.train.epochs) == (3, 2, 4)
+    assert load_config(path, {"cache.folder": "x"}).cache.folder == tmp_path.parent / "x"
+    assert load_config(path, {"cache": None, "folds": None}).folds is None
+    assert "no such setting" in refusal(path, {"trian.lr": 3})
+
+
 def test_a_cohort_of_ones_own_gets_the_recipe_of_its_task(write):
     classes = load_config(write("table: slides.csv\n"))
     assert (classes.name, classes.task, classes.metric, classes.score) == (

@@ -2,7 +2,8 @@
 
 An entry's name is a hash of the feature file's place and of all settings; the file's size and time stand inside, so a changed file
 replaces its entry. Entries are written under a temporary name and put in place whole: several processes may share a folder, and a
-killed one leaves nothing that could be taken for an entry.
+killed one leaves nothing that could be taken for an entry. What a power cut or a bad disk leaves is found by the checksum, which
+every process looks at once an entry; waiting for the disk at each write (fsync) would cost more than the preparation.
 """
 
 import hashlib
@@ -10,14 +11,17 @@ import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from gated_srp.data.preparation import Preparation, PreparedBag, prepare
 from gated_srp.data.siblings import position_files
@@ -34,6 +38,7 @@ class BagCache:
     """A folder of prepared bags."""
 
     folder: Path
+    sound: set[Path] = field(default_factory=set, repr=False, compare=False)  # entries whose checksum was right
 
     def __post_init__(self) -> None:
         try:
@@ -54,20 +59,20 @@ class BagCache:
     def read(self, path: Path, settings: Preparation) -> PreparedBag:
         """The prepared bag, from its entry if there is a good one, else made and kept."""
         entry, identity = self.entry(path, settings), identify(path)
-        found = _load(entry, path, identity)
-        if found is not None:
-            return found
-        bag = prepare(path, settings)
-        try:
-            _store(entry, bag, identity)
-        except OSError as error:  # a full disk must not end a run that does not need it
-            note = f"cache: {self.folder} cannot be written ({error.strerror}); the bag is prepared anew each time"
-            return replace(bag, warnings=(*bag.warnings, note))
-        return _load(entry, path, identity) or bag
+        found = _load(entry, path, identity, check=entry not in self.sound)
+        if found is None:
+            bag = prepare(path, settings)
+            try:
+                _store(entry, bag, identity)
+            except OSError as error:  # a full disk must not end a run that does not need it
+                note = f"cache: {self.folder} cannot be written ({error.strerror}); the bag is prepared anew each time"
+                return replace(bag, warnings=(*bag.warnings, note))
+            found = _load(entry, path, identity, check=False) or bag
+        self.sound.add(entry)
+        return found
 
-    def warm(self, path: Path, settings: Preparation) -> bool:
-        """Make the entry where there is none and bring its bytes into memory; False where it cannot be kept."""
-        self.read(path, settings)
+    def touch(self, path: Path, settings: Preparation) -> bool:
+        """Bring an entry's bytes into memory; False where there is none."""
         buffer = bytearray(2**22)
         try:
             with self.entry(path, settings).open("rb", buffering=0) as stream:
@@ -103,20 +108,19 @@ def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
         "offsets": bag.graph.offsets,
         "homogeneity": bag.graph.homogeneity,
     }
+    told = json.dumps(facts)
     draft = entry.with_name(f".{uuid4().hex}.tmp")
     try:
-        try:
-            save_file(tensors, draft, metadata={"identity": identity, "facts": json.dumps(facts)})
-        except SafetensorError as error:
-            raise OSError(0, str(error)) from None
-        with draft.open("rb+") as stream:
-            os.fsync(stream.fileno())  # else a power cut may leave a whole name with half its bytes
+        metadata = {"identity": identity, "facts": told, "checksum": _checksum(tensors, told)}
+        save_file(tensors, draft, metadata=metadata)
         os.replace(draft, entry)
+    except SafetensorError as error:
+        raise OSError(0, str(error)) from None
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _load(entry: Path, path: Path, identity: str) -> PreparedBag | None:
+def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag | None:
     """The entry's bag, its tensors mapped from the file; None where there is no entry, a damaged one or one of another file."""
     try:
         with safe_open(entry, framework="pt") as file:
@@ -124,6 +128,8 @@ def _load(entry: Path, path: Path, identity: str) -> PreparedBag | None:
             if metadata.get("identity") != identity:
                 return None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        if check and metadata["checksum"] != _checksum(tensors, metadata["facts"]):
+            return None
         facts = json.loads(metadata["facts"])
         graph = PatchGraph(
             tensors["neighbours"],
@@ -138,3 +144,10 @@ def _load(entry: Path, path: Path, identity: str) -> PreparedBag | None:
         )
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
+
+
+def _checksum(tensors: dict[str, Tensor], told: str) -> str:
+    value = zlib.crc32(told.encode())
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"

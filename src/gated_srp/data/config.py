@@ -31,6 +31,7 @@ _RECIPES: dict[Task, Recipe] = {
 }
 _METRICS: dict[Task, str] = {"classification": "macro_f1", "survival": "c_index", "multilabel": "macro_map"}
 _PATHS = ("labels", "features", "table", "slides", "split", "cache", "out")
+_SHORT = {"cache": "folder", "folds": "number"}  # sections that may be written as one value
 _UNEXPANDED = re.compile(r"^~|\$[A-Za-z_{]")
 
 
@@ -68,14 +69,14 @@ def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
 
 
 def _override(values: dict[str, Any], overrides: Mapping[str, Any], settings: Settings) -> None:
+    """``{"train.lr": x}`` and ``{"train": {"lr": x}}`` alike change one value and leave the rest of the section."""
     for key, value in overrides.items():
-        if isinstance(value, Mapping) and isinstance(values.get(key), dict):
-            _override(values[key], value, settings)
-            continue
         top, _, inner = key.partition(".")
-        if inner:
-            section = values.get(top)
-            values[top] = {**(section if isinstance(section, dict) else {}), inner: value}
+        changes = {inner: value} if inner else value
+        if isinstance(changes, Mapping):
+            section = values.get(top) or {}
+            old = section if isinstance(section, Mapping) else {_SHORT.get(top, ""): section}
+            values[top] = {**old, **_placed(top, dict(changes), Path.cwd(), settings)}
         else:
             values[top] = _placed(top, value, Path.cwd(), settings)
 

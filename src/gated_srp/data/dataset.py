@@ -136,7 +136,13 @@ class BagLoader:
         for found in self._loader:
             if isinstance(found, UserError):
                 raise found
-            yield self.dataset[found] if isinstance(found, int) else found
+            yield self._ready(found) if isinstance(found, int) else found
+
+    def _ready(self, index: int) -> SlideBag:
+        """The bag whose entry a worker has just checked."""
+        if self.dataset.cache is not None:
+            self.dataset.cache.sound.add(self.dataset.cache.entry(self.dataset.files[index], self.dataset.settings))
+        return self.dataset[index]
 
     def close(self) -> None:
         """End the workers."""
@@ -156,11 +162,13 @@ class _Work(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         cache = self.dataset.cache
         try:
-            if self.hand_over and cache and cache.warm(self.dataset.files[index], self.dataset.settings):
-                return index
-            return self.dataset[index]
+            bag = self.dataset[index]
+            kept = (
+                self.hand_over and cache is not None and cache.touch(self.dataset.files[index], self.dataset.settings)
+            )
+            return index if kept else bag
         except UserError as error:  # torch would bury the message in a traceback
-            return index if self.hand_over else error
+            return error
 
 
 class _Order(Sampler[int]):
