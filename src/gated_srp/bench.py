@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ def _precision(dtype: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
-def best_seconds(jobs: dict[tuple[str, ...], Callable[[], None]], repeats: int) -> dict[tuple[str, ...], float]:
+def best_seconds(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dict[Any, float]:
     """Best of ``repeats`` for every job, the jobs taking turns so that a slow moment of the machine hits them alike."""
     best = dict.fromkeys(jobs, float("inf"))
     for job in jobs.values():
@@ -162,7 +162,9 @@ def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", 
 def peak(tokens: int, phase: str, arm: str, dtype: str) -> Row:
     """Peak memory of one phase in a fresh process."""
     arguments = [sys.executable, "-m", "gated_srp.bench", str(tokens), phase, arm, dtype, str(torch.get_num_threads())]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    # Tensors are given back to the system when they are freed, so that the peak counts what lives and not what malloc keeps.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"bench: measuring {phase} of {arm} at {tokens} patches failed:\n{done.stderr[-2000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -236,7 +238,7 @@ def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: i
 def multiply_rate(repeats: int = 5) -> float:
     """Operations a second of a float32 matrix product of the model's largest kind, best of several."""
     a, b, out = torch.randn(10_000, IN_DIM), torch.randn(IN_DIM, IN_DIM), torch.empty(10_000, IN_DIM)
-    (seconds,) = best_seconds({("mm",): lambda: torch.mm(a, b, out=out)}, repeats).values()  # type: ignore[dict-item]
+    (seconds,) = best_seconds({("mm",): lambda: torch.mm(a, b, out=out)}, repeats).values()
     return 2 * 10_000 * IN_DIM * IN_DIM / seconds
 
 

@@ -40,17 +40,22 @@ class FusedAttention(Attention):
         self.proj = nn.Linear(dim, dim)
 
     def heads(self, x: Tensor, first: int = 0, last: int = 3) -> tuple[Tensor, ...]:
-        """Projections number first to last - 1 of (q, k, v), each (B, H, L, D)."""
+        """Projections number first to last - 1 of (q, k, v), each (B, H, L, D), from one product."""
         dim = self.proj.in_features
         rows = F.linear(x, self.qkv.weight[first * dim : last * dim], self.qkv.bias[first * dim : last * dim])
         return tuple(split_heads(part, self.num_heads) for part in rows.chunk(last - first, dim=-1))
+
+    def all_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; the values get memory of their own, so that neighbour means read whole rows."""
+        (q, k), (v,) = self.heads(x, 0, 2), self.heads(x, 2, 3)
+        return q, k, v
 
 
 class DenseAttention(FusedAttention):
     """Softmax attention over all rows (Eq. 1); rows that pad a shorter bag are never attended to."""
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
-        q, k, v = self.heads(x)
+        q, k, v = self.all_heads(x)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask(x, graph)), v
 
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gated_srp.models.attention import Attention, merge_heads
 from gated_srp.srp import GatedSRP, PatchGraph
-from gated_srp.srp.projection import chunks
+from gated_srp.srp.projection import add_product, chunks, linear_into
 
 
 class Block(nn.Module):
@@ -31,7 +31,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         y, v = self.attn(self.norm1(x), graph)
         x = _add(x, self._merge(y, v, graph), keep, 0)
+        if keep is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self._feed_forward_in_place(x)
         return _add(x, self.mlp(self.norm2(x)), keep, 1)
+
+    def _feed_forward_in_place(self, x: Tensor) -> Tensor:
+        """x + mlp(LN x) when no gradient is wanted: the hidden rows exist for one chunk at a time, the sum replaces x."""
+        for bag in x:
+            for rows in chunks(len(bag), 2048):
+                bag[rows] += self.mlp(self.norm2(bag[rows]))
+        return x
 
     def cls_attention(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         """Attention of CLS to the patches, (H, N) for one bag."""
@@ -62,18 +71,12 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self._plain(x)
-        if not torch.is_grad_enabled():
-            # Nobody needs the hidden rows again: they exist for one chunk at a time.
-            return torch.cat([self._plain(part) for part in x.flatten(0, -2).split(2048)]).view_as(x)
         hidden = self.fc1(x)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            plain: Tensor = self.fc2(F.gelu(hidden))
+            return plain
         weight, bias = self.fc2.weight.to(hidden.dtype), self.fc2.bias.to(hidden.dtype)
         out: Tensor = _GeluLinear.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
-        return out
-
-    def _plain(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(F.gelu(self.fc1(x)))
         return out
 
 
@@ -83,25 +86,27 @@ class _GeluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        rows = hidden.flatten(0, -2)
-        out = rows.new_empty(len(rows), len(weight))
+        out = hidden.new_empty(*hidden.shape[:-1], len(weight))
+        rows, flat = hidden.flatten(0, -2), out.flatten(0, -2)
         for part in chunks(len(rows)):
-            torch.addmm(bias, F.gelu(rows[part]), weight.t(), out=out[part])
-        return out.view(*hidden.shape[:-1], -1)
+            linear_into(flat[part], F.gelu(rows[part]), weight, bias)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         hidden, weight = ctx.saved_tensors
-        dout = grads[0].flatten(0, -2)
-        rows = hidden.flatten(0, -2)
+        dout, rows = grads[0].flatten(0, -2), hidden.flatten(0, -2)
         dhidden = torch.empty_like(rows)
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for part in chunks(len(rows)):
-            dweight += dout[part].t() @ F.gelu(rows[part])
-            dhidden[part] = torch.ops.aten.gelu_backward(dout[part] @ weight, rows[part])
+            add_product(dweight, dout[part].t(), F.gelu(rows[part]))
+            torch.ops.aten.gelu_backward.grad_input(dout[part] @ weight, rows[part], grad_input=dhidden[part])
         return dhidden.view_as(hidden), dweight.to(weight.dtype), dout.sum(0)
 
 
 def _add(x: Tensor, branch: Tensor, keep: Tensor | None, which: int) -> Tensor:
-    return x + branch if keep is None else x + keep[which].view(-1, 1, 1).to(branch.dtype) * branch
+    """x + keep * branch. The branch is a fresh output that nobody else reads: where dtypes agree its memory takes the sum."""
+    if keep is not None:
+        branch = branch * keep[which].view(-1, 1, 1).to(branch.dtype)
+    return branch.add_(x) if branch.dtype == x.dtype else x + branch

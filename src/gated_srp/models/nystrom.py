@@ -21,7 +21,7 @@ class NystromAttention(FusedAttention):
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
-        q, k, v = self.heads(x)
+        q, k, v = self.all_heads(x)
         return nystrom(q, k, v, *self._landmarks(x)), v
 
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,12 @@ A coefficient maps what was measured (`Measured`) and the graph to beta (R, H), 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.projection import wide
@@ -66,6 +67,35 @@ class FixedCoefficient(Coefficient):
 
     def extra_repr(self) -> str:
         return f"{self.value}"
+
+
+def _token_mlp(
+    d_tok: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g_tok: linear, exact GELU, linear: (R, 3) -> (R, 1), with the hidden rows before and after the activation."""
+    hidden = F.linear(d_tok, w1, b1)
+    active = F.gelu(hidden)
+    return F.linear(active, w2, b2), hidden, active
+
+
+class _TokenMlp(torch.autograd.Function):
+    """`_token_mlp` with its hidden rows (R x hidden) computed twice instead of kept; the diagnostics get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, d_tok: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+        ctx.save_for_backward(d_tok, w1, b1, w2, b2)
+        return _token_mlp(d_tok, w1, b1, w2, b2)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_tok, w1, b1, w2, b2 = ctx.saved_tensors
+        (dout,) = grads  # (R, 1)
+        _, hidden, active = _token_mlp(d_tok, w1, b1, w2, b2)
+        dhidden = torch.ops.aten.gelu_backward(dout * w2, hidden)
+        db1 = None if b1 is None else dhidden.sum(0)
+        db2 = None if b2 is None else dout.sum(0)
+        return None, dhidden.t() @ d_tok, db1, dout.t() @ active, db2
 
 
 class SignedGate(Coefficient):
@@ -131,20 +161,12 @@ class SignedGate(Coefficient):
         """g_tok(d_tok), Eq. 8-9: (R, 1)."""
         m = graph.neighbour_count.to(dtype)
         d_tok = torch.stack([graph.homogeneity.to(dtype), m / graph.most_neighbours, m.log1p()], -1)  # (R, 3)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # The hidden layer is R x hidden: cheaper to compute twice than to keep.
-            token: Tensor = checkpoint(self._token_mlp, d_tok, use_reentrant=False, preserve_rng_state=False)
-            return token
-        return self._token_mlp(d_tok)
-
-    def _token_mlp(self, d_tok: Tensor) -> Tensor:
-        assert self.token_hidden is not None and self.token_out is not None
-        x = d_tok
-        for layer, activation in ((self.token_hidden, F.gelu), (self.token_out, nn.Identity())):
-            x = activation(
-                F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
-            )
-        return x
+        layers = (self.token_hidden, self.token_out)
+        weights = [None if p is None else p.to(dtype) for layer in layers if layer for p in (layer.weight, layer.bias)]
+        if torch.compiler.is_compiling():
+            return _token_mlp(d_tok, *weights)[0]
+        token: Tensor = _TokenMlp.apply(d_tok, *weights)  # type: ignore[no-untyped-call]
+        return token
 
     def _head_logit(self, component: Tensor, norm: Tensor) -> Tensor:
         """<w_h, d_head>, Eq. 8 and 10, with a true cosine: (R, H)."""

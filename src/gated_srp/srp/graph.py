@@ -181,15 +181,13 @@ def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor
         )
     scale = torch.where(norms > 0, 1 / norms, 0.0)
     out = torch.empty_like(norms)
-    for part in chunks(
-        len(norms), 512
-    ):  # the features are never copied as a whole: fresh memory costs more than the arithmetic
+    for part in chunks(len(norms), 384):  # no copy of all features: fresh memory costs more than the arithmetic
         ends = offsets[part.start : part.stop + 1]
         found = neighbours[ends[0] : ends[-1]]
         around = F.embedding_bag(
             found, rows, ends - ends[0], mode="sum", include_last_offset=True, per_sample_weights=scale[found]
-        )  # (chunk, C), the sum of the neighbours' unit features
-        out[part] = (rows[part] * around).sum(-1)
+        )
+        out[part] = around.mul_(rows[part]).sum(-1)  # <phi_i, sum of the neighbours' unit features>
     return (out * scale / offsets.diff().clamp(min=1)).float()
 
 
