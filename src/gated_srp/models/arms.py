@@ -4,17 +4,21 @@ import difflib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention
 from gated_srp.models.block import Block, LastBlock
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
+from gated_srp.models.local import LocalAttention
 from gated_srp.models.nystrom import NystromAttention
+from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Peer, srp_abmil
 from gated_srp.models.position import PPEG
 from gated_srp.models.slide import SlideTransformer, initialise
+from gated_srp.models.transmil import TransMIL
 from gated_srp.srp import (
     Coefficient,
     Direction,
@@ -72,6 +76,16 @@ class Arm:
         return (LastBlock if last else Block)(sizes.dim, self.attention(sizes, number), correction=correction)
 
 
+@dataclass(frozen=True)
+class PeerArm:
+    """A model of another publication; ``make`` takes what it wants of the sizes."""
+
+    make: Callable[[int, int, Sizes], Peer]
+
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> Peer:
+        return self.make(in_dim, num_outputs, sizes)
+
+
 def _nystrom(sizes: Sizes, number: int) -> Attention:
     return NystromAttention(sizes.dim, sizes.num_heads, num_landmarks=sizes.num_landmarks)
 
@@ -82,6 +96,10 @@ def _differential(sizes: Sizes, number: int) -> Attention:
 
 def _dense(sizes: Sizes, number: int) -> Attention:
     return DenseAttention(sizes.dim, sizes.num_heads)
+
+
+def _local(sizes: Sizes, number: int) -> Attention:
+    return LocalAttention(sizes.dim, sizes.num_heads)
 
 
 def _dense_differential(sizes: Sizes, number: int) -> Attention:
@@ -99,7 +117,7 @@ def _gate(**changes: Any) -> Callable[[Sizes], Coefficient]:
 _gated = partial(Arm, _nystrom)
 _vit4 = partial(Arm, _dense, position=None)
 
-ARMS: dict[str, Arm] = {
+ARMS: dict[str, Arm | PeerArm] = {
     # the paper's comparison
     "na": Arm(_nystrom),
     "xsa": _gated(_fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
@@ -129,6 +147,17 @@ ARMS: dict[str, Arm] = {
     "vit4": _vit4(),
     "vit4_diff": Arm(_dense_differential, position=None),
     "vit4_gated_srp": _vit4(_gate()),
+    # peers, at the width of the others; TransMIL and CLAM as published
+    "local_attention": Arm(_local),
+    "mean_pool": PeerArm(lambda i, o, sizes: MeanPool(i, o, dim=sizes.dim)),
+    "abmil": PeerArm(lambda i, o, sizes: ABMIL(i, o, dim=sizes.dim)),
+    "srp_abmil": PeerArm(
+        lambda i, o, sizes: srp_abmil(i, o, dim=sizes.dim, delta=sizes.delta, hidden_dim=sizes.hidden_dim)
+    ),
+    "dsmil": PeerArm(lambda i, o, sizes: DSMIL(i, o, dim=sizes.dim)),
+    "clam_sb": PeerArm(lambda i, o, sizes: CLAM(i, o)),
+    "transmil": PeerArm(lambda i, o, sizes: TransMIL(i, o)),
+    "linear_probe": PeerArm(lambda i, o, sizes: LinearProbe(i, o)),
 }
 
 
@@ -151,7 +180,8 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     with torch.random.fork_rng(
         devices=[]
     ):  # constructors draw values that `initialise` replaces; nobody else's stream may notice
-        model = ARMS[arm].build(in_dim, num_outputs, full)
+        model: nn.Module = ARMS[arm].build(in_dim, num_outputs, full)
     initialise(model, seed)
-    model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
-    return model
+    slide_model = cast(SlideTransformer, model)  # peers answer to the same calls
+    slide_model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
+    return slide_model

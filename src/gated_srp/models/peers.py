@@ -1,0 +1,261 @@
+"""The models that others compare with, written from their publications: pooling, attention pooling, DSMIL, CLAM, a linear probe.
+
+All take (features, graph) like `SlideTransformer`. Shapes: B bags of one length, N patches, C channels, K outputs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gated_srp.errors import UserError
+from gated_srp.models.nystrom import check_one_length
+from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (B, K) logits, targets -> mean
+
+
+class Peer(nn.Module):
+    """What the training loop asks of a model.
+
+    ``refuses``: kind of task -> why this model is not made for it. ``drop_path``: the rate of its dropout, whose random
+    numbers come from the seed in ``keep`` (see `draw_keep`), so that no hidden stream takes part. `training_loss` is what
+    training minimises; models with a loss on patches add it there.
+    """
+
+    refuses: ClassVar[Mapping[str, str]] = {}
+    settings: dict[str, Any]
+
+    def __init__(self, in_dim: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.in_dim = in_dim
+        self.drop_path = dropout
+        self.checkpointing = False  # nothing here is deep enough to be recomputed
+        self.correction: GatedSRP | None = None  # `trace` shows the attention of models that also have `cls_attention`
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        """``features`` (B, N, in_dim), ``graph`` of the patches alone -> (B, K)."""
+        raise NotImplementedError
+
+    def training_loss(
+        self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
+    ) -> Tensor:
+        return loss(self(features, graph, keep), target)
+
+    def draw_keep(
+        self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The seed of a forward's dropout, (1,)."""
+        return torch.randint(2**62, (1,), device=device, generator=generator)
+
+    def drop(self, x: Tensor, keep: Tensor | None, place: int = 0) -> Tensor:
+        """Dropout in training; ``place`` tells the dropouts of one forward apart."""
+        if not self.training or self.drop_path == 0:
+            return x
+        if keep is None:
+            return F.dropout(x, self.drop_path)
+        draws = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(keep) + place)).to(x.device)
+        return x * (draws >= self.drop_path) / (1 - self.drop_path)
+
+    def rows(self, features: Tensor, graph: PatchGraph) -> Tensor:
+        """The features in the dtype of the weights, after a look at their shape."""
+        if features.ndim != 3 or features.shape[-1] != self.in_dim or features.shape[1] == 0:
+            raise UserError(
+                f"features: shape {tuple(features.shape)}, expected (B, N, {self.in_dim}) with at least one patch. "
+                "One bag needs a batch axis (features[None]); another last size means features of another encoder."
+            )
+        if graph.num_rows != features.shape[0] * features.shape[1] or graph.before:
+            raise UserError(
+                f"graph: {graph.num_bags} bags and {graph.num_rows} rows for features {tuple(features.shape)}. "
+                "Build the graph from the coordinates of these patches alone (PatchGraph.from_coords)."
+            )
+        check_one_length(graph)
+        return features.to(next(self.parameters()).dtype)
+
+
+class LinearProbe(Peer):
+    """logits = W mean_i x_i + b: for slide embeddings, which are bags of one row (1, 1, C), and as the floor of all pooling."""
+
+    def __init__(self, in_dim: int, num_outputs: int) -> None:
+        super().__init__(in_dim)
+        self.head = nn.Linear(in_dim, num_outputs)
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.rows(features, graph).mean(1))
+        return logits
+
+
+class MeanPool(Peer):
+    """h_i = ReLU(W x_i + b); logits = V mean_i h_i + c."""
+
+    def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 384) -> None:
+        super().__init__(in_dim)
+        self.in_proj = nn.Linear(in_dim, dim)
+        self.head = nn.Linear(dim, num_outputs)
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(F.relu(self.in_proj(self.rows(features, graph))).mean(1))
+        return logits
+
+
+class GatedPool(nn.Module):
+    """a_i = softmax_i(w^T (tanh(V h_i) * sigmoid(U h_i))), Ilse et al. 2018, Eq. 9: (B, N, C) -> logits of a (B, N)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.content, self.gate = nn.Linear(dim, hidden_dim), nn.Linear(dim, hidden_dim)
+        self.score = nn.Linear(hidden_dim, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        scores: Tensor = self.score(torch.tanh(self.content(h)) * torch.sigmoid(self.gate(h)))
+        return scores.squeeze(-1)
+
+
+class ABMIL(Peer):
+    """h_i = ReLU(W x_i + b); z = sum_i a_i h_i with `GatedPool`; logits = V z + c (Ilse et al. 2018, gated form).
+
+    With a ``correction`` the features pass through Gated SRP first, as one head that is its own value:
+    x_i <- x_i - beta_i <x_i, r_i> r_i, r_i the unit mean of the neighbours' features. For those who have no transformer.
+    """
+
+    def __init__(
+        self, in_dim: int, num_outputs: int, *, dim: int = 384, correction: GatedSRP | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__(in_dim, dropout=dropout)
+        self.correction = correction
+        self.in_proj = nn.Linear(in_dim, dim)
+        self.pool = GatedPool(dim, max(1, dim // 2))
+        self.head = nn.Linear(dim, num_outputs)
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        h, scores = self.attend(features, graph, keep)
+        logits: Tensor = self.head(pooled(scores, h))
+        return logits
+
+    def attend(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """h (B, N, C) and the attention's logits (B, N)."""
+        x = self.rows(features, graph)
+        if self.correction is not None:
+            x = self.correction(x[:, None], x[:, None], graph)[:, 0]
+        h = self.drop(F.relu(self.in_proj(x)), keep)
+        return h, self.pool(h)
+
+    def cls_attention(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        """a_i as one head, (1, N) for one bag."""
+        return graph.patches(self.attend(features, graph)[1].softmax(-1)[:, None])
+
+
+def srp_abmil(in_dim: int, num_outputs: int, *, dim: int, delta: float, hidden_dim: int) -> ABMIL:
+    """`ABMIL` behind Gated SRP on the features."""
+    gate = SignedGate(1, delta=delta, hidden_dim=hidden_dim)
+    return ABMIL(in_dim, num_outputs, dim=dim, correction=GatedSRP(1, coefficient=gate))
+
+
+class DSMIL(Peer):
+    """Two streams over the same patches (Li, Li, Eliceiri 2021).
+
+    Instances: c_i = W_0 x_i + b_0, the critical one of each class m_k = argmax_i c_ik. Bag: q_i = W_q x_i, v_i = W_v x_i,
+    U_ik = softmax_i(<q_i, q_m_k> / sqrt D), B_k = sum_i U_ik v_i, c_B = W_b [B_1 ... B_K] + b_b.
+    logits = (max_i c_i + c_B) / 2; training minimises the mean of both streams' losses.
+    """
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "survival": "DSMIL takes the patch with the highest score of each class as critical; the hazard of a time interval is no class that one "
+        "patch could show, and the published instance loss has no form for censored cases."
+    }
+
+    def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 384, query_dim: int = 128) -> None:
+        super().__init__(in_dim)
+        self.instance_head = nn.Linear(in_dim, num_outputs)
+        self.query, self.value = nn.Linear(in_dim, query_dim), nn.Linear(in_dim, dim)
+        self.head = nn.Linear(num_outputs * dim, num_outputs)
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        instance, bag = self.streams(features, graph)
+        return (instance + bag) / 2
+
+    def streams(self, features: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        """Logits of the critical instances and of the bag, (B, K) each."""
+        x = self.rows(features, graph)
+        scores = self.instance_head(x)  # (B, N, K)
+        bags = self._attention(x, scores) @ self.value(x)  # (B, K, C)
+        return scores.amax(1), self.head(bags.flatten(1))
+
+    def training_loss(
+        self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
+    ) -> Tensor:
+        instance, bag = self.streams(features, graph)
+        return (loss(instance, target) + loss(bag, target)) / 2
+
+    def cls_attention(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        """U, one row a class: (K, N) for one bag."""
+        x = self.rows(features, graph)
+        return graph.patches(self._attention(x, self.instance_head(x)))
+
+    def _attention(self, x: Tensor, scores: Tensor) -> Tensor:
+        q = self.query(x)  # (B, N, Q)
+        critical = scores.argmax(1)  # (B, K)
+        q_critical = q.gather(1, critical.unsqueeze(-1).expand(-1, -1, q.shape[-1]))  # (B, K, Q)
+        weights: Tensor = (q_critical @ q.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)  # (B, K, N)
+        return weights
+
+
+class CLAM(ABMIL):
+    """CLAM-SB (Lu et al. 2021): `ABMIL` whose attention also sorts patches into evidence for and against a slide's class.
+
+    Of the slide's class y, the M patches with the highest attention should look positive to the instance classifier
+    s_i = W_y h_i + b_y (two scores), the M lowest negative; of every other class the M highest negative. Each is judged by the
+    smooth SVM loss log sum_j exp(1[j != t] + s_j - s_t). Training minimises 0.7 slide loss + 0.3 mean instance loss.
+    """
+
+    _CLASSES = "CLAM's instance clustering needs the one class of a slide; "
+    refuses: ClassVar[Mapping[str, str]] = {
+        "survival": _CLASSES + "a survival time is none. Take abmil.",
+        "multilabel": _CLASSES + "several labels are none. Take abmil.",
+    }
+
+    def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 512, sampled: int = 8, share: float = 0.3) -> None:
+        super().__init__(in_dim, num_outputs, dim=dim, dropout=0.25)
+        self.sampled, self.share = sampled, share
+        self.instance_heads = nn.ModuleList(nn.Linear(dim, 2) for _ in range(num_outputs))
+
+    def training_loss(
+        self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
+    ) -> Tensor:
+        h, scores = self.attend(features, graph, keep)
+        slide = loss(self.head(pooled(scores, h)), target)
+        bags = zip(h, scores, target.view(-1), strict=True)
+        instance = torch.stack([self.instance_loss(*bag) for bag in bags]).mean()
+        return (1 - self.share) * slide + self.share * instance
+
+    def instance_loss(self, h: Tensor, scores: Tensor, label: Tensor) -> Tensor:
+        """The clustering loss of one bag: h (N, C), attention logits (N,), its class. Zero for a single patch."""
+        count = min(self.sampled, len(h) // 2)
+        if count == 0:
+            return h.sum() * 0
+        order = scores.detach().argsort(descending=True, stable=True)
+        top, low = h[order[:count]], h[order[-count:]]
+        losses = []
+        for number, head in enumerate(self.instance_heads):
+            inside = (label == number).long()  # 1 for the slide's class
+            high = smooth_svm(head(top), inside.expand(count))
+            below = smooth_svm(head(low), torch.zeros_like(order[:count]))
+            losses.append(torch.where(inside.bool(), (high + below) / 2, high))
+        return torch.stack(losses).mean()
+
+
+def smooth_svm(scores: Tensor, target: Tensor) -> Tensor:
+    """mean of log sum_j exp(1[j != t] + s_j - s_t): the smooth top-1 SVM loss with margin and temperature 1.
+
+    >>> smooth_svm(torch.tensor([[0.0, 0.0]]), torch.tensor([0]))
+    tensor(1.3133)
+    """
+    margin = 1 - F.one_hot(target, scores.shape[-1]).to(scores.dtype)
+    return ((margin + scores).logsumexp(-1) - scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def pooled(scores: Tensor, h: Tensor) -> Tensor:
+    """sum_i softmax(scores)_i h_i: (B, N), (B, N, C) -> (B, C)."""
+    return (scores.softmax(-1).unsqueeze(1) @ h).squeeze(1)

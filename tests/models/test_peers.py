@@ -1,0 +1,332 @@
+"""The peers against loops written from their publications, and as the training loop uses them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from reference import gated, homogeneity, neighbour_lists
+from torch.nn import functional as F
+
+from gated_srp import PatchGraph, UserError, trace
+from gated_srp.models import ARMS, build_model, load_model, save_model
+from gated_srp.models.local import LocalAttention
+from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, smooth_svm, srp_abmil
+from gated_srp.models.slide import initialise
+from gated_srp.models.transmil import TransMIL
+
+PEERS = ["local_attention", "mean_pool", "abmil", "srp_abmil", "dsmil", "clam_sb", "transmil", "linear_probe"]
+SMALL = {"in_dim": 10, "num_outputs": 3, "dim": 24, "num_heads": 4, "num_landmarks": 8, "hidden_dim": 8}
+
+
+def bag(count: int = 19) -> tuple[torch.Tensor, PatchGraph, torch.Tensor]:
+    draw = torch.Generator().manual_seed(count)
+    cells = torch.cartesian_prod(torch.arange(7), torch.arange(7))[torch.randperm(49, generator=draw)[:count]]
+    features = torch.randn(1, count, 10, generator=draw, dtype=torch.float64)
+    return features, PatchGraph.from_coords(cells * 256, features[0], stride=256), cells * 256
+
+
+def awake(model: torch.nn.Module) -> torch.nn.Module:
+    """Random weights everywhere, in double precision."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.4 * torch.randn(p.shape, generator=draw))
+    return model.double().eval().requires_grad_(False)
+
+
+def softmax(values: list[float]) -> list[float]:
+    exps = [math.exp(v - max(values)) for v in values]
+    return [e / sum(exps) for e in exps]
+
+
+def gated_pooling(model: ABMIL, rows: torch.Tensor) -> tuple[torch.Tensor, list[float], list[torch.Tensor]]:
+    h = [F.relu(model.in_proj.weight @ x + model.in_proj.bias) for x in rows]
+    scores = []
+    for hidden in h:
+        content = torch.tanh(model.pool.content.weight @ hidden + model.pool.content.bias)
+        gate = torch.sigmoid(model.pool.gate.weight @ hidden + model.pool.gate.bias)
+        scores.append(float(model.pool.score.weight[0] @ (content * gate) + model.pool.score.bias[0]))
+    a = softmax(scores)
+    z = sum(weight * hidden for weight, hidden in zip(a, h, strict=True))
+    return model.head.weight @ z + model.head.bias, a, h
+
+
+def test_mean_pooling_and_the_linear_probe_are_the_mean_and_a_line():
+    features, graph, _ = bag()
+    probe, pool = awake(LinearProbe(10, 3)), awake(MeanPool(10, 3, dim=6))
+    mean = sum(features[0]) / 19
+    torch.testing.assert_close(probe(features, graph)[0], probe.head.weight @ mean + probe.head.bias)
+    hidden = sum(F.relu(pool.in_proj.weight @ x + pool.in_proj.bias) for x in features[0]) / 19
+    torch.testing.assert_close(pool(features, graph)[0], pool.head.weight @ hidden + pool.head.bias)
+
+
+def test_a_slide_embedding_is_a_bag_of_one_row():
+    embedding = torch.randn(1, 1, 10, dtype=torch.float64)
+    probe = awake(LinearProbe(10, 3))
+    graph = PatchGraph.from_coords(torch.zeros(1, 2, dtype=torch.long), stride=1)
+    torch.testing.assert_close(probe(embedding, graph)[0], probe.head(embedding[0, 0]))
+
+
+def test_abmil_is_the_gated_attention_of_its_paper():
+    features, graph, _ = bag()
+    model = awake(ABMIL(10, 3, dim=8))
+    logits, a, _ = gated_pooling(model, features[0])
+    with trace(model) as seen:
+        torch.testing.assert_close(model(features, graph)[0], logits)
+    torch.testing.assert_close(seen[0].cls_attention[0], torch.tensor(a, dtype=torch.float64))
+    assert seen[0].beta is None
+
+
+def test_srp_in_front_of_abmil_corrects_the_features_along_their_neighbours_mean():
+    features, graph, coords = bag()
+    model = awake(srp_abmil(10, 3, dim=8, delta=1.5, hidden_dim=4))
+    lists = neighbour_lists(coords, 256)
+    gate = dict(model.correction.coefficient.named_parameters())
+    rows = gated(features, features, lists, homogeneity(features[0], lists), gate, 1.5, 8)[0]
+    torch.testing.assert_close(model(features, graph)[0], gated_pooling(model, rows)[0], atol=1e-6, rtol=1e-6)
+
+
+def test_untrained_srp_leaves_abmil_bit_equal():
+    features, graph, _ = bag()
+    plain, corrected = (build_model(arm, seed=3, **SMALL).eval() for arm in ("abmil", "srp_abmil"))
+    assert torch.equal(plain(features.float(), graph), corrected(features.float(), graph))
+    assert sum(p.numel() for p in corrected.parameters()) - sum(p.numel() for p in plain.parameters()) == 4 * 8 + 9 + 5
+
+
+def test_dsmil_averages_the_critical_instance_and_the_attention_to_it():
+    features, graph, _ = bag()
+    model = awake(DSMIL(10, 3, dim=5, query_dim=4))
+    scores = [model.instance_head.weight @ x + model.instance_head.bias for x in features[0]]
+    queries = [model.query.weight @ x + model.query.bias for x in features[0]]
+    values = [model.value.weight @ x + model.value.bias for x in features[0]]
+    instance, embeddings = [], []
+    for k in range(3):
+        critical = max(range(19), key=lambda i: float(scores[i][k]))
+        instance.append(scores[critical][k])
+        weights = softmax([float(q @ queries[critical]) / math.sqrt(4) for q in queries])
+        embeddings.append(sum(w * v for w, v in zip(weights, values, strict=True)))
+    instance = torch.stack(instance)
+    bag_logits = model.head.weight @ torch.cat(embeddings) + model.head.bias
+    torch.testing.assert_close(model(features, graph)[0], (instance + bag_logits) / 2)
+    target = torch.tensor([2])
+    both = F.cross_entropy(instance[None], target) + F.cross_entropy(bag_logits[None], target)
+    torch.testing.assert_close(model.training_loss(features, graph, target, loss=F.cross_entropy), both / 2)
+
+
+def test_dsmil_and_clam_say_why_they_are_not_for_survival():
+    assert "censored" in build_model("dsmil", **SMALL).refuses["survival"]
+    assert set(build_model("clam_sb", **SMALL).refuses) == {"survival", "multilabel"}
+    assert not build_model("transmil", **SMALL).refuses and not build_model("abmil", **SMALL).refuses
+
+
+def test_the_smooth_svm_loss_is_a_smooth_margin():
+    scores, target = torch.tensor([[2.0, -1.0], [0.3, 0.9]]), torch.tensor([0, 0])
+    by_hand = [math.log(1 + math.exp(1 - 1 - 2)), math.log(1 + math.exp(1 + 0.9 - 0.3))]
+    assert float(smooth_svm(scores, target)) == pytest.approx(sum(by_hand) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("label", [0, 2])
+def test_clam_adds_the_clustering_of_the_most_and_least_attended_patches(label):
+    features, graph, _ = bag()
+    model = awake(CLAM(10, 3, dim=8, sampled=4))
+    logits, a, h = gated_pooling(model, features[0])
+    order = sorted(range(19), key=lambda i: -a[i])
+
+    def svm(head: torch.nn.Linear, row: torch.Tensor, truth: int) -> float:
+        s = (head.weight @ row + head.bias).tolist()
+        return math.log(sum(math.exp((j != truth) + s[j] - s[truth]) for j in range(2)))
+
+    parts = []
+    for number, head in enumerate(model.instance_heads):
+        high = [svm(head, h[i], int(number == label)) for i in order[:4]]
+        low = [svm(head, h[i], 0) for i in order[-4:]] if number == label else []
+        parts.append(sum(high + low) / len(high + low))
+    expected = 0.7 * float(F.cross_entropy(logits[None], torch.tensor([label]))) + 0.3 * sum(parts) / 3
+    target = torch.tensor([label])
+    assert float(model.training_loss(features, graph, target, loss=F.cross_entropy)) == pytest.approx(
+        expected, rel=1e-9
+    )
+    torch.testing.assert_close(model(features, graph)[0], logits)
+
+
+def test_a_bag_of_one_patch_has_no_clusters():
+    model = awake(CLAM(10, 3, dim=8))
+    assert float(model.instance_loss(torch.randn(1, 8).double(), torch.zeros(1).double(), torch.tensor(1))) == 0
+
+
+def naive_layer(layer: torch.nn.Module, x: torch.Tensor, heads: int, marks: int) -> torch.Tensor:
+    """The branch of a TransMIL layer for rows x (L, C), head by head, with whole matrices."""
+    rows = F.layer_norm(x, x.shape[1:], layer.norm.weight, layer.norm.bias)
+    front = -len(x) % marks
+    rows = torch.cat([torch.zeros(front, x.shape[1], dtype=x.dtype), rows])
+    q, k, v = (rows @ layer.qkv.weight.T).chunk(3, -1)
+    width = x.shape[1] // heads
+    size = len(rows) // marks
+    maps, values = [], []
+    for h in range(heads):
+        qh, kh, vh = (t[:, h * width : (h + 1) * width] for t in (q, k, v))
+        q_m, k_m = (torch.stack([t[i * size : (i + 1) * size].mean(0) for i in range(marks)]) for t in (qh, kh))
+        scale = width**-0.5
+        maps.append([(a @ b.T * scale).softmax(-1) for a, b in ((qh, k_m), (q_m, k_m), (q_m, kh))])
+        values.append(vh)
+    largest = max(float(m[1].sum(1).max()) for m in maps) * max(float(m[1].sum(0).max()) for m in maps)
+    out = []
+    for h, (f, a, b) in enumerate(maps):
+        z, eye = a.T / largest, torch.eye(marks, dtype=x.dtype)
+        for _ in range(6):
+            z = 0.25 * z @ (13 * eye - a @ z @ (15 * eye - a @ z @ (7 * eye - a @ z)))
+        y = f @ z @ b @ values[h]
+        kernel = layer.residual.weight[h, 0, :, 0]
+        for i in range(len(rows)):
+            for j in range(33):
+                if 0 <= i + j - 16 < len(rows):
+                    y[i] = y[i] + kernel[j] * values[h][i + j - 16]
+        out.append(y)
+    return (torch.cat(out, -1) @ layer.proj.weight.T + layer.proj.bias)[front:]
+
+
+@pytest.mark.parametrize("count", [19, 25])
+def test_transmil_is_the_published_model(count):
+    features, graph, _ = bag(count)
+    model = awake(TransMIL(10, 3, dim=8, num_heads=2, num_landmarks=4))
+    with torch.no_grad():
+        x = F.relu(features[0] @ model.in_proj.weight.T + model.in_proj.bias)
+        x = torch.cat([model.cls_token[0], x, x[: 25 - count]])
+        x = x + naive_layer(model.layers[0], x, 2, 4)
+        square = x[1:].T.view(1, 8, 5, 5)
+        total = square + model.ppeg.conv7(square) + model.ppeg.conv5(square) + model.ppeg.conv3(square)
+        x = torch.cat([x[:1], total[0].flatten(1).T])
+        x = x + naive_layer(model.layers[1], x, 2, 4)
+        expected = model.head(F.layer_norm(x[0], (8,), model.norm.weight, model.norm.bias))
+        torch.testing.assert_close(model(features, graph)[0], expected, atol=2e-5, rtol=2e-5)  # pinv is float32 in ours
+
+
+def test_transmil_has_the_published_sizes():
+    model = build_model("transmil", in_dim=1024, num_outputs=2)
+    assert model.in_proj.out_features == 512 and len(model.layers) == 2
+    assert [(m.num_heads, m.num_landmarks, tuple(m.residual.kernel_size)) for m in model.layers] == [
+        (8, 256, (33, 1))
+    ] * 2
+    attention = 512 * 1536 + 512 * 512 + 512 + 8 * 33 + 2 * 512
+    around = 1024 * 512 + 512 + 512 + (49 + 25 + 9 + 3) * 512 + 2 * 512 + 512 * 2 + 2
+    assert sum(p.numel() for p in model.parameters()) == 2 * attention + around  # 2,672,146 as published
+
+
+def test_local_attention_sees_itself_and_its_neighbours_alone():
+    _, graph, coords = bag()
+    layer = awake(LocalAttention(8, 2))
+    x = torch.randn(1, 22, 8, dtype=torch.float64)  # CLS, 19 patches, 2 rows of padding
+    y, v = layer(x, graph.with_isolated(before=1, after=2))
+    q, k, _ = (t[0] for t in layer.heads(x, 0, 3))
+    lists = [list(range(22)), *([j + 1 for j in found] for found in neighbour_lists(coords, 256)), [], []]
+    for i, found in enumerate(lists):
+        listed = found if i == 0 else [i, *found]
+        for h in range(2):
+            weights = softmax([float(q[h, i] @ k[h, j]) / 2 for j in listed])
+            expected = sum(w * v[0, h, j] for w, j in zip(weights, listed, strict=True))
+            torch.testing.assert_close(y[0, h, i], expected)
+
+
+def test_local_attention_has_the_same_gradient_with_and_without_recomputation():
+    features, graph, _ = bag()
+    model = awake(build_model("local_attention", **SMALL))
+    leaf = features.clone().requires_grad_()
+    with torch.no_grad():
+        still = model(features, graph)
+    logits = model(leaf, graph)
+    torch.testing.assert_close(logits, still)
+    logits.square().sum().backward()
+    bump = torch.zeros_like(features)
+    bump[0, 3, 4] = 1e-6
+    with torch.no_grad():
+        slope = (model(features + bump, graph).square().sum() - model(features - bump, graph).square().sum()) / 2e-6
+    assert float(leaf.grad[0, 3, 4]) == pytest.approx(float(slope), rel=1e-3)
+
+
+@pytest.mark.parametrize("arm", PEERS)
+class TestEveryPeer:
+    def test_starts_from_seed_and_name_alone_and_comes_back_from_a_file(self, arm, tmp_path):
+        features, graph, _ = bag()
+        model = build_model(arm, seed=5, **SMALL).eval()
+        torch.manual_seed(99)
+        again = build_model(arm, seed=5, **SMALL).eval()
+        other = build_model(arm, seed=6, **SMALL).eval()
+        logits = model(features.float(), graph)
+        assert logits.shape == (1, 3) and torch.equal(logits, again(features.float(), graph))
+        assert not torch.equal(logits, other(features.float(), graph))
+        save_model(model, tmp_path / "model.safetensors")
+        assert torch.equal(load_model(tmp_path / "model.safetensors")(features.float(), graph), logits)
+
+    def test_trains_with_a_random_stream_of_its_own(self, arm):
+        features, graph, _ = bag()
+        model = build_model(arm, seed=5, drop_path=0.0, **SMALL).train()
+        losses = []
+        for _ in range(2):
+            keep = model.draw_keep(1, generator=torch.Generator().manual_seed(4))
+            if hasattr(model, "training_loss"):
+                target = torch.tensor([1])
+                loss = model.training_loss(features.float(), graph, target, loss=F.cross_entropy, keep=keep)
+            else:
+                loss = F.cross_entropy(model(features.float(), graph, keep), torch.tensor([1]))
+            losses.append(loss)
+        assert torch.equal(*losses)
+        losses[0].backward()
+        silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        zero_gradient = (
+            "coefficient.token_hidden",
+            "conv",
+            "residual",
+        )  # behind a zero layer; kernels beyond the square
+        assert [n for n in silent if not any(part in n for part in zero_gradient)] == []
+
+    def test_accepts_one_patch_and_half_precision_features(self, arm):
+        graph = PatchGraph.from_coords(torch.zeros(1, 2, dtype=torch.long), stride=1)
+        model = build_model(arm, seed=5, **SMALL).eval()
+        logits = model(torch.randn(1, 1, 10).half(), graph)
+        assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
+
+    def test_refuses_features_of_another_encoder(self, arm):
+        _, graph, _ = bag()
+        model = build_model(arm, **SMALL)
+        with pytest.raises(UserError, match="another encoder"):
+            model(torch.randn(1, 19, 11), graph)
+        with pytest.raises(UserError, match="graph"):
+            model(torch.randn(1, 18, 10), graph)
+
+    def test_copies(self, arm):
+        features, graph, _ = bag()
+        model = build_model(arm, **SMALL).eval()
+        assert torch.equal(copy.deepcopy(model)(features.float(), graph), model(features.float(), graph))
+
+
+def test_dropout_of_a_peer_changes_with_its_seed_and_is_off_in_evaluation():
+    features, graph, _ = bag()
+    model = awake(build_model("transmil", **SMALL))
+    model.train()
+    one, two = (model(features, graph, torch.tensor([seed])) for seed in (1, 2))
+    assert not torch.equal(one, two)
+    model.eval()
+    assert torch.equal(model(features, graph, torch.tensor([1])), model(features, graph))
+
+
+def test_peers_take_bags_of_one_length_alone():
+    _, graph, _ = bag()
+    longer = PatchGraph.from_grid(4, 5)
+    batch = PatchGraph.batch([graph, longer])
+    with pytest.raises(UserError, match="lengths"):
+        build_model("abmil", **SMALL)(torch.randn(2, 20, 10), batch)
+
+
+def test_initialise_touches_every_parameter():
+    for arm in PEERS:
+        model = build_model(arm, **SMALL)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7.0)
+        initialise(model, 0)
+        assert all(not (p == 7.0).all() for p in model.parameters()), arm
+
+
+def test_the_peers_are_in_the_one_table():
+    assert set(PEERS) <= set(ARMS)
