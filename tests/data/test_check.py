@@ -113,6 +113,13 @@ def test_every_broken_file_is_a_finding_of_its_kind(name, tmp_path):
     assert cure != "Correct it, then check again."
 
 
+def test_a_cure_is_ours_even_where_a_library_speaks_in_sentences(tmp_path):
+    facts = look_at(BROKEN["pickled code"][1](tmp_path / "s1.h5"), Preparation())
+    what, cure = parted(facts.message)
+    assert what.startswith("holds more than tensors")
+    assert cure.startswith("Save the features alone")
+
+
 def test_workers_give_the_same_facts_in_the_same_order(tmp_path):
     files = [*_good_files(tmp_path, 9), BROKEN["cut short"][1](tmp_path / "z.h5")]
     seen = []
@@ -186,7 +193,9 @@ def test_duplicates_zeros_and_second_lattices_are_warnings(tmp_path):
     write_h5(tmp_path / "twice.h5", features=features[[0, *range(36)]], coords=(cells * 512)[[0, *range(36)]])
     shifted = np.concatenate([cells * 512, cells * 512 + 200])
     write_h5(tmp_path / "two.h5", features=np.ones((72, 12), "f4"), coords=shifted)
-    found = _found(check_folder(tmp_path, deep=True), "warning")
+    check = check_folder(tmp_path, deep=True)
+    assert [finding.kind for finding in check.findings if finding.severity == "warning"].count("duplicates") == 1
+    found = _found(check, "warning")
     assert found["duplicates"].where == (str(tmp_path / "twice.h5"),)
     assert found["duplicates"].what.startswith("1 patches")
     assert found["zero_rows"].what.startswith("3 patches")
