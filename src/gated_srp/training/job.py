@@ -17,7 +17,7 @@ from gated_srp.data.dataset import BagLoader
 from gated_srp.data.formats import read_header
 from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError
-from gated_srp.models import build_model
+from gated_srp.models import ARMS, build_model
 from gated_srp.training.checkpoint import load_checkpoint, save_checkpoint
 from gated_srp.training.keeper import Interrupted, Keeper, handlers, stop_on_signals
 from gated_srp.training.loop import Training, fit
@@ -98,6 +98,8 @@ def train_run(
 
 def _check(job: Job) -> None:
     """Refusals that need no data."""
+    if job.arm not in ARMS:
+        build_model(job.arm, in_dim=1, num_outputs=1)  # says which there are
     if job.devices < 1:
         raise UserError(f"devices: {job.devices}, expected 1 or more.")
     if job.config.train.only == "gate" and job.init is None and not job.run.begun:

@@ -23,7 +23,7 @@ from gated_srp.models.slide import SlideTransformer, stream
 from gated_srp.tasks import Task
 from gated_srp.training.checkpoint import Checkpoint, Progress
 from gated_srp.training.gates import GateRecorder
-from gated_srp.training.optim import learning_rate, make_optimiser
+from gated_srp.training.optim import flat_gradients, learning_rate, make_optimiser
 
 
 class Watch(Protocol):
@@ -55,6 +55,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.optimiser = make_optimiser(self.model, lr=self.settings.lr, weight_decay=self.settings.weight_decay)
+        self.gradient = flat_gradients(self.model)  # (trained parameters,)
         self.gates = GateRecorder(self.model)
         if not len(self.progress.gates):
             self.progress.gates = self.gates.take().double()
@@ -97,18 +98,20 @@ def train_epoch(training: Training, rows: Sequence[int], watch: Watch) -> None:
     for window in windows:
         losses = accumulate(training, window, bags, watch)
         gates = training.gates.take(fabric.device)
-        share(fabric, training.model, losses, gates)
-        values, sums = losses.tolist(), gates.double().cpu()  # all that a window asks of the device
+        if fabric.world_size > 1:
+            for sums in (training.gradient, losses, gates):
+                fabric.all_reduce(sums, reduce_op="sum")
+        values, betas = losses.tolist(), gates.double().cpu()
         clip_or_stop(training, window, values)
         for group in training.optimiser.param_groups:
             group["lr"] = learning_rate(progress.step, total, lr=settings.lr, warmup=settings.warmup)
         training.stepping = True
         training.optimiser.step()
-        training.optimiser.zero_grad()
+        training.gradient.zero_()
         progress.step += 1
         progress.bags += len(window)
         progress.loss += math.fsum(values)
-        progress.gates = progress.gates + sums
+        progress.gates = progress.gates + betas
         training.stepping = False
         watch.window(training)
 
@@ -140,23 +143,10 @@ def learn(training: Training, bag: SlideBag) -> Tensor:
     return training.task.loss(logits, bag.target[None].to(device))
 
 
-def share(fabric: Fabric, model: SlideTransformer, *sums: Tensor) -> None:
-    """Sum gradients (absent is zero) and other sums over the ranks, in place."""
-    if fabric.world_size == 1:
-        return
-    trained = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
-    for tensor in (flat, *sums):
-        fabric.all_reduce(tensor, reduce_op="sum")
-    for parameter, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-        parameter.grad = part.view_as(parameter)
-
-
 def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[float]) -> None:
     """Clip the gradient's norm; a loss or a norm that is not a number ends the training before it spoils the weights."""
     bad = [row for row, loss in zip(window, losses, strict=True) if not math.isfinite(loss)]
-    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = float(torch.linalg.vector_norm(training.gradient))  # waits for the device, once a window
     if bad or not math.isfinite(norm):
         slides = training.loader.dataset.slides["slide"]
         names = ", ".join(repr(slides[row]) for row in (bad or window)[:5])
@@ -165,9 +155,8 @@ def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[flo
             "The state before it is kept. Look at the slide with `gated-srp check --deep`; lower train.lr, or set "
             "train.precision: 32, in a new run."
         )
-    if training.settings.clip is not None:
-        trained = [p for p in training.model.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(trained, training.settings.clip, norm)
+    if training.settings.clip is not None and norm > training.settings.clip:
+        training.gradient.mul_(training.settings.clip / norm)
 
 
 def finish_epoch(training: Training, bags: int, metrics: dict[str, float], score: float) -> None:

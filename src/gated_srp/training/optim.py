@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gated_srp.srp.coefficient import Coefficient
 
@@ -31,6 +31,19 @@ def make_optimiser(model: nn.Module, *, lr: float, weight_decay: float) -> torch
     """AdamW (0.9, 0.999) over the parameter groups of a model that is on its device."""
     fused = all(p.device.type in ("cpu", "cuda") for p in model.parameters())
     return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.999), fused=fused)
+
+
+def flat_gradients(model: nn.Module) -> Tensor:
+    """One buffer of zeros of which each trained parameter's gradient is a view.
+
+    Backward then adds to memory that no two parameters share: it may otherwise hand one tensor to several of them, which a second
+    backward, or clipping, would change several times. It is also what several ranks sum, in one call.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.zeros(sum(p.numel() for p in trained), device=trained[0].device, dtype=trained[0].dtype)
+    for parameter, part in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
 
 
 def learning_rate(step: int, total: int, *, lr: float, warmup: float = 0.05) -> float:

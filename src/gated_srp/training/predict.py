@@ -1,0 +1,295 @@
+"""Trained models on slides without labels: calibrated probabilities, or risk and survival; several runs as an ensemble.
+
+Shapes: M members, B slides, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gated_srp.data.cache import BagCache
+from gated_srp.data.dataset import BagLoader, SlideBag
+from gated_srp.data.matching import slide_stem
+from gated_srp.data.preparation import Preparation
+from gated_srp.data.siblings import find_bags
+from gated_srp.errors import UserError
+from gated_srp.models import SlideTransformer
+from gated_srp.tasks import Classification, Survival
+from gated_srp.training.checkpoint import write_whole
+from gated_srp.training.domain import slide_mean
+from gated_srp.training.loop import blaming
+from gated_srp.training.members import FittingDataset, Member, open_members
+from gated_srp.training.start import accelerator, choose_precision
+
+Progress = Callable[[int], Callable[[object], None]]
+_NO_PROGRESS: Progress = lambda total: lambda item: None  # noqa: E731
+_PLAIN = Preparation()
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What members' models gave for slides. Row b of ``slides`` belongs to row b of each member's logits."""
+
+    slides: pd.DataFrame  # slide, case, file, patches, training_distance, unlike_training
+    logits: list[Tensor]  # M of (B, K), before calibration
+    skipped: pd.DataFrame  # slide, file, problem
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """A table with one row a slide, and what could not be predicted.
+
+    Columns: slide, file, patches; then ``predicted`` and ``prob_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs
+    their mean, and ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the
+    farthest of them) and ``unlike_training``.
+    """
+
+    table: pd.DataFrame
+    skipped: pd.DataFrame  # slide, file, problem
+    notes: tuple[str, ...]
+
+    def write(self, path: str | Path) -> list[Path]:
+        """The table, and beside it NAME_skipped.csv if a slide was skipped; gives the files that were written."""
+        path = Path(path)
+        beside = path.with_name(f"{path.stem}_skipped.csv")
+        written = [path]
+        if len(self.skipped) or beside.exists():  # a list of an earlier prediction would mislead
+            write_whole(beside, self.skipped.to_csv(index=False, lineterminator="\n"))
+            written.append(beside)
+        write_whole(path, self.table.to_csv(index=False, lineterminator="\n"))
+        return written
+
+
+def predict_files(
+    runs: Sequence[str | Path],
+    files: Sequence[str | Path],
+    *,
+    reading: Preparation = _PLAIN,
+    force: bool = False,
+    workers: int = 1,
+    progress: Progress = _NO_PROGRESS,
+) -> Predictions:
+    """Predict feature files with one run, or with several as an ensemble.
+
+    ``runs``: folders or model files. ``reading``: how to read the files where that is not plain (features_key, coords_key, stride).
+    ``force``: another encoder or stride than in training is a warning rather than a reason to skip the file.
+    """
+    members = open_members(runs)
+    slides = pd.DataFrame({"slide": slide_names(files), "file": [str(file) for file in files]})
+    found = run_models(
+        members, slides.assign(case=slides["slide"]), reading=reading, force=force, workers=workers, progress=progress
+    )
+    answers = combined(members, found.logits)
+    about = found.slides.drop(columns="case")
+    table = pd.concat([about[["slide", "file", "patches"]], answers, about.iloc[:, 3:]], axis=1)
+    return Predictions(table, found.skipped, found.notes)
+
+
+def feature_files(place: str | Path, encoder: str | None) -> list[Path]:
+    """The feature files of a folder, or the one file. Of a folder with several encoders, the wanted one's."""
+    place = Path(place)
+    if place.is_file():
+        return [place]
+    found = find_bags(place, encoder=encoder) or find_bags(place)  # only others: each is refused with its reason
+    if not found:
+        raise UserError(f"{place}: no feature file in it. Expected a folder of feature files, or one of them.")
+    return found
+
+
+def slide_names(files: Sequence[str | Path]) -> list[str]:
+    """Names without endings; with the last folders where they would be the same.
+
+    >>> slide_names(["a/s1.h5", "a/s2.h5"]), slide_names(["a/s1.h5", "b/s1.h5"])
+    (['s1', 's2'], ['a/s1', 'b/s1'])
+    """
+    names = [slide_stem(file) for file in files]
+    folders = [list(Path(file).parts[:-1]) for file in files]
+    while len(set(names)) < len(names) and any(folders):
+        names = [f"{folder.pop()}/{name}" if folder else name for name, folder in zip(names, folders, strict=True)]
+    return names
+
+
+# Models on slides ----------------------------------------------------------------------------------------------------
+
+
+def run_models(
+    members: Sequence[Member],
+    slides: pd.DataFrame,
+    *,
+    reading: Preparation = _PLAIN,
+    cache: BagCache | None = None,
+    force: bool = False,
+    workers: int = 1,
+    progress: Progress = _NO_PROGRESS,
+) -> Outputs:
+    """Every member's logits of slides (columns slide, case, file). Files that cannot be used are skipped; all of them: an error."""
+    groups: dict[Preparation, list[int]] = defaultdict(list)  # members that see the same bags
+    for number, member in enumerate(members):
+        groups[member.preparation(reading)].append(number)
+    step = progress(len(slides) * len(groups))
+    rows = list(range(len(slides)))
+    logits: dict[tuple[int, int], Tensor] = {}  # of a member and a row
+    seen: dict[int, _Look] = {}
+    problems: dict[int, str] = {}
+    warnings: dict[str, list[str]] = defaultdict(list)
+    for numbers in groups.values():
+        chosen = [members[number] for number in numbers]
+        dataset = FittingDataset.fitting(chosen[0], slides, reading, cache=cache, force=force)
+        runners = [_Runner(member) for member in chosen]
+        with BagLoader(dataset, workers=workers) as loader:
+            for row, bag in _each(loader, rows):
+                try:
+                    if isinstance(bag, UserError):
+                        raise bag
+                    for number, runner in zip(numbers, runners, strict=True):
+                        logits[number, row] = runner(bag)
+                    look = _look(bag, chosen)
+                    seen[row] = look if row not in seen else max(look, seen[row])
+                    for warning in bag.warnings:
+                        warnings[warning.split(":")[0]].append(f"{bag.slide}: {warning}")
+                except UserError as error:
+                    problems[row] = _plain(error, slides.iloc[row])
+                step(row)
+        rows = [row for row in rows if row not in problems]
+    skipped = slides.loc[sorted(problems), ["slide", "file"]].assign(
+        problem=[problems[row] for row in sorted(problems)]
+    )
+    if not rows:
+        raise _none_left(skipped)
+    about = pd.DataFrame([seen[row] for row in rows], columns=["training_distance", "unlike_training", "patches"])
+    about = slides.loc[rows, ["slide", "case", "file"]].reset_index(drop=True).join(about)
+    return Outputs(
+        about[["slide", "case", "file", "patches", "training_distance", "unlike_training"]],
+        [torch.stack([logits[number, row] for row in rows]) for number in range(len(members))],
+        skipped.reset_index(drop=True),
+        _notes(members, warnings),
+    )
+
+
+class _Runner:
+    """A member's model on the device, in the precision of its training."""
+
+    def __init__(self, member: Member) -> None:
+        self.device = torch.device(accelerator())
+        self.half = choose_precision(member.card.get("precision", "32"), self.device.type) == "bf16"
+        self.model: SlideTransformer = member.load().to(self.device)
+
+    @torch.no_grad()
+    def __call__(self, bag: SlideBag) -> Tensor:
+        """(K,) in float32 on the CPU."""
+        with blaming(bag, None), torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            logits: Tensor = self.model(bag.features.to(self.device)[None], bag.graph.to(self.device))
+        return logits[0].float().cpu()
+
+
+def _each(loader: BagLoader, rows: Sequence[int]) -> Iterator[tuple[int, SlideBag | UserError]]:
+    """Each row's bag, or why there is none: the loader stops at a bad file, and is started again behind it."""
+    done = 0
+    while done < len(rows):
+        bags = loader.epoch(rows[done:])
+        for row in rows[done:]:
+            done += 1
+            try:
+                yield row, next(bags)
+            except UserError as error:
+                yield row, error
+                break
+
+
+_Look = tuple[float, bool, int]  # distance, unlike, patches
+
+
+def _look(bag: SlideBag, members: Sequence[Member]) -> _Look:
+    """How far the slide lies from the members' training slides, by the member that finds it farthest."""
+    mean = slide_mean(bag.features)[None]  # (1, C): a slide of its mean
+    known = [member.features for member in members if member.features is not None]
+    far = [one.distance(mean) / max(one.largest_distance, 1.0) for one in known]
+    return max(far, default=np.nan), any(one.unlike(mean) for one in known), bag.num_patches
+
+
+def _plain(error: UserError, slide: "pd.Series[Any]") -> str:
+    """An error without the file's and the slide's name, which stand beside it."""
+    return str(error).removeprefix(f"{slide['file']}: ").removesuffix(f" (slide {slide['slide']!r})")
+
+
+def _none_left(skipped: pd.DataFrame) -> UserError:
+    reasons = skipped["problem"].value_counts(sort=False)
+    listed = "\n".join(
+        f"  {count} x, e.g. {skipped.loc[skipped['problem'] == problem, 'file'].iloc[0]}: {problem}"
+        for problem, count in reasons.head(5).items()
+    )
+    more = f"\n  and {len(reasons) - 5} other reasons" if len(reasons) > 5 else ""
+    return UserError(f"none of {len(skipped)} slides can be predicted; nothing was written.\n{listed}{more}")
+
+
+def _notes(members: Sequence[Member], warnings: dict[str, list[str]]) -> tuple[str, ...]:
+    """What a person should know, each kind of warning once."""
+    notes = [
+        f"{texts[0]}" + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "")
+        for kind, texts in warnings.items()
+        if kind != "cap"  # as in training
+    ]
+    if members[0].encoder is None:
+        notes.append("the model's card names no encoder, so only the width of the features could be compared")
+    if any(member.features is None for member in members):
+        notes.append("a model's card has no statistics of its training slides: unlike slides cannot all be told")
+    return tuple(notes)
+
+
+# From logits to answers ----------------------------------------------------------------------------------------------
+
+
+def combined(members: Sequence[Member], logits: Sequence[Tensor]) -> pd.DataFrame:
+    """Calibrated answers of (B, K) logits a member: of one member, or the mean of several with its spread."""
+    times = curve_times(members) if isinstance(members[0].task, Survival) else ()
+    each = [_numbers(member, one, times) for member, one in zip(members, logits, strict=True)]
+    values = {name: np.stack([one[name] for one in each]) for name in each[0]}  # (M, B)
+    table = pd.DataFrame({name: value.mean(0) for name, value in values.items()})
+    task = members[0].task
+    if isinstance(task, Classification):
+        table.insert(0, "predicted", [task.classes[i] for i in table.to_numpy().argmax(1)])
+    if len(members) > 1:
+        table = table.assign(**{f"{name}_std": value.std(0, ddof=1) for name, value in values.items()})
+    return table
+
+
+def curve_times(members: Sequence[Member]) -> tuple[float, ...]:
+    """The times of which an ensemble speaks: the edges of the first run, or of the first with more of them."""
+    return max((member.task.edges for member in members if isinstance(member.task, Survival)), key=len)
+
+
+def _numbers(member: Member, logits: Tensor, times: Sequence[float]) -> dict[str, NDArray[np.float64]]:
+    """One member's numbers, (B,) each."""
+    columns = member.task.predict(member.calibrated(logits))
+    if not isinstance(member.task, Survival):
+        return {name: np.asarray(value, float) for name, value in columns.items() if name.startswith("prob_")}
+    edges = member.task.edges
+    curve = np.stack([np.asarray(columns[f"survival_{k + 1}"], float) for k in range(len(edges))], 1)  # (B, edges)
+    if tuple(times) != edges:
+        curve = curve_at(np.asarray(times), np.asarray(edges), curve)
+    named = {f"survival_at_{time:.10g}": value for time, value in zip(times, curve.T, strict=True)}
+    return {"risk": np.asarray(columns["risk"], float), **named}
+
+
+def curve_at(times: NDArray[np.float64], edges: NDArray[np.float64], curve: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Survival (B, times) from survival at a member's own edges (B, edges): the hazard is constant from edge to edge, and goes on.
+
+    >>> curve_at(np.array([1.0, 4.0]), np.array([2.0]), np.array([[0.25]])).tolist()
+    [[0.5, 0.0625]]
+    """
+    place = np.concatenate([[0.0], edges])
+    log = np.log(np.concatenate([np.ones((len(curve), 1)), curve], 1))  # (B, 1 + edges)
+    right = np.clip(np.searchsorted(place, times), 1, len(edges))
+    share = (times - place[right - 1]) / (place[right] - place[right - 1])
+    return np.exp(log[:, right - 1] + share * (log[:, right] - log[:, right - 1]))
