@@ -6,7 +6,7 @@ Shapes: M members, B slides, K outputs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,12 @@ from gated_srp.training.members import FittingDataset, Member, open_members
 from gated_srp.training.start import accelerator, choose_precision
 
 Progress = Callable[[int], Callable[[object], None]]
-_NO_PROGRESS: Progress = lambda total: lambda item: None  # noqa: E731
 _PLAIN = Preparation()
+
+
+def no_progress(total: int) -> Callable[[object], None]:
+    """Nobody looks on."""
+    return lambda item: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +82,7 @@ def predict_files(
     reading: Preparation = _PLAIN,
     force: bool = False,
     workers: int = 1,
-    progress: Progress = _NO_PROGRESS,
+    progress: Progress = no_progress,
 ) -> Predictions:
     """Predict feature files with one run, or with several as an ensemble.
 
@@ -131,56 +135,30 @@ def run_models(
     cache: BagCache | None = None,
     force: bool = False,
     workers: int = 1,
-    progress: Progress = _NO_PROGRESS,
+    progress: Progress = no_progress,
 ) -> Outputs:
     """Every member's logits of slides (columns slide, case, file). Files that cannot be used are skipped; all of them: an error."""
     groups: dict[Preparation, list[int]] = defaultdict(list)  # members that see the same bags
     for number, member in enumerate(members):
         groups[member.preparation(reading)].append(number)
     step = progress(len(slides) * len(groups))
-    rows = list(range(len(slides)))
-    logits: dict[tuple[int, int], Tensor] = {}  # of a member and a row
-    seen: dict[int, _Look] = {}
-    problems: dict[int, str] = {}
-    warnings: dict[str, list[str]] = defaultdict(list)
+    gathered = _Gathered(slides)
     for numbers in groups.values():
-        chosen = [members[number] for number in numbers]
-        dataset = FittingDataset.fitting(chosen[0], slides, reading, cache=cache, force=force)
-        runners = [_Runner(member) for member in chosen]
+        dataset = FittingDataset.fitting(members[numbers[0]], slides, reading, cache=cache, force=force)
+        runners = {number: _Runner(members[number]) for number in numbers}
+        rows = [row for row in range(len(slides)) if row not in gathered.problems]
         with BagLoader(dataset, workers=workers) as loader:
             for row, bag in _each(loader, rows):
-                try:
-                    if isinstance(bag, UserError):
-                        raise bag
-                    for number, runner in zip(numbers, runners, strict=True):
-                        logits[number, row] = runner(bag)
-                    look = _look(bag, chosen)
-                    seen[row] = look if row not in seen else max(look, seen[row])
-                    for warning in bag.warnings:
-                        warnings[warning.split(":")[0]].append(f"{bag.slide}: {warning}")
-                except UserError as error:
-                    problems[row] = _plain(error, slides.iloc[row])
+                gathered.take(row, bag, runners)
                 step(row)
-        rows = [row for row in rows if row not in problems]
-    skipped = slides.loc[sorted(problems), ["slide", "file"]].assign(
-        problem=[problems[row] for row in sorted(problems)]
-    )
-    if not rows:
-        raise _none_left(skipped)
-    about = pd.DataFrame([seen[row] for row in rows], columns=["training_distance", "unlike_training", "patches"])
-    about = slides.loc[rows, ["slide", "case", "file"]].reset_index(drop=True).join(about)
-    return Outputs(
-        about[["slide", "case", "file", "patches", "training_distance", "unlike_training"]],
-        [torch.stack([logits[number, row] for row in rows]) for number in range(len(members))],
-        skipped.reset_index(drop=True),
-        _notes(members, warnings),
-    )
+    return gathered.outputs(members)
 
 
 class _Runner:
     """A member's model on the device, in the precision of its training."""
 
     def __init__(self, member: Member) -> None:
+        self.known = member.features
         self.device = torch.device(accelerator())
         self.half = choose_precision(member.card.get("precision", "32"), self.device.type) == "bf16"
         self.model: SlideTransformer = member.load().to(self.device)
@@ -207,18 +185,52 @@ def _each(loader: BagLoader, rows: Sequence[int]) -> Iterator[tuple[int, SlideBa
                 break
 
 
-_Look = tuple[float, bool, int]  # distance, unlike, patches
+class _Gathered:
+    """Collects what the models give, slide by slide, and what is wrong with those that have to be skipped."""
+
+    def __init__(self, slides: pd.DataFrame) -> None:
+        self.slides = slides
+        self.logits: dict[tuple[int, int], Tensor] = {}  # of a member and a row
+        self.about: dict[int, tuple[int, float, bool]] = {}  # patches, training_distance, unlike_training
+        self.problems: dict[int, str] = {}
+        self.warnings: dict[str, list[str]] = defaultdict(list)
+
+    def take(self, row: int, bag: SlideBag | UserError, runners: Mapping[int, _Runner]) -> None:
+        """One slide by the models that see this bag."""
+        try:
+            if isinstance(bag, UserError):
+                raise bag
+            for number, runner in runners.items():
+                self.logits[number, row] = runner(bag)
+        except UserError as error:
+            self.problems[row] = _plain(error, self.slides.iloc[row])
+            return
+        mean = slide_mean(bag.features)[None]  # (1, C): a slide of its mean
+        known = [runner.known for runner in runners.values() if runner.known is not None]
+        far = [one.distance(mean) / max(one.largest_distance, 1.0) for one in known]
+        _, before, unlike = self.about.get(row, (0, np.nan, False))
+        farthest = float(np.fmax.reduce([before, *far]))  # by the member that finds it farthest
+        self.about[row] = bag.num_patches, farthest, unlike or any(one.unlike(mean) for one in known)
+        for warning in bag.warnings:
+            self.warnings[warning.split(":")[0]].append(f"{bag.slide}: {warning}")
+
+    def outputs(self, members: Sequence[Member]) -> Outputs:
+        rows = [row for row in range(len(self.slides)) if row not in self.problems]
+        bad = sorted(self.problems)
+        skipped = self.slides.loc[bad, ["slide", "file"]].assign(problem=[self.problems[row] for row in bad])
+        if not rows:
+            raise _none_left(skipped)
+        columns = ["patches", "training_distance", "unlike_training"]
+        about = pd.DataFrame([self.about[row] for row in rows], columns=columns)
+        return Outputs(
+            self.slides.loc[rows, ["slide", "case", "file"]].reset_index(drop=True).join(about),
+            [torch.stack([self.logits[number, row] for row in rows]) for number in range(len(members))],
+            skipped.reset_index(drop=True),
+            _notes(members, self.warnings),
+        )
 
 
-def _look(bag: SlideBag, members: Sequence[Member]) -> _Look:
-    """How far the slide lies from the members' training slides, by the member that finds it farthest."""
-    mean = slide_mean(bag.features)[None]  # (1, C): a slide of its mean
-    known = [member.features for member in members if member.features is not None]
-    far = [one.distance(mean) / max(one.largest_distance, 1.0) for one in known]
-    return max(far, default=np.nan), any(one.unlike(mean) for one in known), bag.num_patches
-
-
-def _plain(error: UserError, slide: "pd.Series[Any]") -> str:
+def _plain(error: UserError, slide: pd.Series[Any]) -> str:
     """An error without the file's and the slide's name, which stand beside it."""
     return str(error).removeprefix(f"{slide['file']}: ").removesuffix(f" (slide {slide['slide']!r})")
 
@@ -292,4 +304,5 @@ def curve_at(times: NDArray[np.float64], edges: NDArray[np.float64], curve: NDAr
     log = np.log(np.concatenate([np.ones((len(curve), 1)), curve], 1))  # (B, 1 + edges)
     right = np.clip(np.searchsorted(place, times), 1, len(edges))
     share = (times - place[right - 1]) / (place[right] - place[right - 1])
-    return np.exp(log[:, right - 1] + share * (log[:, right] - log[:, right - 1]))
+    found: NDArray[np.float64] = np.exp(log[:, right - 1] + share * (log[:, right] - log[:, right - 1]))
+    return found

@@ -1,0 +1,155 @@
+"""Commands that use finished runs on other slides."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gated_srp.training.evaluate import Evaluation
+
+_FORCE = "Go on with another stride, or an encoder's name that we do not know, than in training."
+
+
+def predict(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or model files; several are averaged.")],
+    features: Annotated[Path, typer.Argument(help="A folder of feature files, or one of them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the table.")] = Path("predictions.csv"),
+    features_key: Annotated[str | None, typer.Option(help="Name of the feature array, where it is unusual.")] = None,
+    coords_key: Annotated[str | None, typer.Option(help="Name of the position array, where it is unusual.")] = None,
+    stride: Annotated[float | None, typer.Option(help="Distance of patches, where the file's is wrong.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read ahead.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+) -> None:
+    """Predict slides without labels: calibrated probabilities, or risk and survival."""
+    from gated_srp.cli.progress import counting
+    from gated_srp.data.preparation import Preparation
+    from gated_srp.training.members import open_members
+    from gated_srp.training.predict import feature_files, predict_files
+
+    _prepare_folder(output.parent, output)
+    files = feature_files(features, open_members(runs)[0].encoder)
+    reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
+    with counting("slides") as of:
+        found = predict_files(runs, files, reading=reading, force=force, workers=workers, progress=of)
+    _say(found.notes, found.skipped)
+    table = found.table
+    far = table[table["unlike_training"]].sort_values("training_distance", ascending=False)
+    for slide, distance in zip(far["slide"].head(10), far["training_distance"], strict=False):
+        _warn(f"unlike the training slides: {slide}, {distance:.1f} times as far from them as the farthest of theirs")
+    if len(far) > 10:
+        _warn(f"... and {len(far) - 10} more; see the column unlike_training")
+    by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
+    typer.echo(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
+    for line in _summary(table):
+        typer.echo(line)
+    for path in found.write(output):
+        typer.echo(f"written: {path}")
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or its model file.")],
+    cohort: Annotated[Path, typer.Argument(help="The YAML of a labelled cohort.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the results.")] = Path("evaluation"),
+    score: Annotated[str | None, typer.Option("--score", help="slide or case; as in training if not set.")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often patients are resampled.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the resampling.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+) -> None:
+    """Score a run on another labelled cohort, with intervals over resampled patients."""
+    from gated_srp.cli.progress import counting
+    from gated_srp.data.config import load_config
+    from gated_srp.errors import UserError
+    from gated_srp.training.evaluate import evaluate_run
+
+    if score not in (None, "slide", "case"):
+        raise UserError(f"--score {score}: expected slide or case.")
+    _prepare_folder(output, output / "evaluation.json")
+    config = load_config(cohort)
+    with counting("slides") as of:
+        found = evaluate_run(
+            run,
+            config,
+            score=score,  # type: ignore[arg-type]
+            repeats=repeats,
+            seed=seed,
+            force=force,
+            progress=of,
+        )
+    _say(found.notes, found.skipped)
+    for line in _report(found):
+        typer.echo(line)
+    for path in found.write(output):
+        typer.echo(f"written: {path}")
+
+
+def _report(found: "Evaluation") -> list[str]:
+    lines = [
+        f"\n{found.member.run} on {found.cohort}: {len(found.slides)} slides of {found.patients} patients, "
+        f"scored by {found.score}",
+        f"  {'metric':<20}{'value':>8}   95 % interval",
+    ]
+    for row in found.metrics.to_dict("records"):
+        name = f"  {row['metric']:<20}"
+        if row["value"] != row["value"]:
+            lines.append(f"{name}{'-':>8}   not defined on these labels")
+            continue
+        few = "" if row["resamples"] == found.repeats else f"   (defined in {row['resamples']} of {found.repeats})"
+        lines.append(f"{name}{row['value']:>8.4f}   {row['low']:.4f} to {row['high']:.4f}{few}")
+    lines.append(
+        f"  intervals: percentiles over {found.repeats:,} draws of {found.patients} patients, seed {found.seed}"
+    )
+    if found.groups is not None:
+        counts = found.cases["risk_group"].value_counts()
+        lines.append(
+            f"  split at the training median risk: {counts.get('high', 0)} cases high, {counts.get('low', 0)} low, "
+            + (f"log-rank p {found.groups.p_value:.4g}" if found.groups.p_value == found.groups.p_value else "no test")
+        )
+    return lines
+
+
+def _summary(table: "pd.DataFrame") -> list[str]:
+    """What the table says in one look."""
+    names = [str(name) for name in table if not str(name).endswith("_std")]
+    if "predicted" in names:
+        counts = table["predicted"].value_counts()
+        return ["predicted: " + ", ".join(f"{name} {count}" for name, count in counts.items())]
+    if "risk" in names:
+        times = [name.removeprefix("survival_at_") for name in names if name.startswith("survival_at_")]
+        low, middle, high = table["risk"].quantile([0, 0.5, 1])
+        return [
+            f"risk: median {middle:.3f}, from {low:.3f} to {high:.3f} (higher: earlier event)",
+            f"survival at {', '.join(times)}, in the unit of time of the training table",
+        ]
+    labels = [name for name in names if name.startswith("prob_")]
+    said = ", ".join(f"{name.removeprefix('prob_')} {(table[name] > 0.5).sum()}" for name in labels)
+    return [f"more likely than not: {said}"]
+
+
+def _say(notes: tuple[str, ...], skipped: "pd.DataFrame") -> None:
+    for note in notes:
+        _warn(note) if note.startswith("warning") else typer.echo(f"note: {note}", err=True)
+    for row in skipped.itertuples():
+        _warn(f"skipped: {row.file}: {row.problem}")
+
+
+def _warn(text: str) -> None:
+    typer.secho(text, fg="yellow", err=True)
+
+
+def _prepare_folder(folder: Path, target: Path) -> None:
+    """Whether the results can be written is asked before hours of computing, not after."""
+    import os
+
+    from gated_srp.errors import UserError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}). Choose another place with -o.") from None
+    if target.is_dir():
+        raise UserError(f"{target}: is a folder, expected a file to write, e.g. -o {target / 'predictions.csv'}.")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: cannot be written. Choose another place with -o.")
