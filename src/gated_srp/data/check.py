@@ -7,7 +7,7 @@ report.findings, report.must_fix, report.quarantine
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,9 @@ def check_cohort(
         summary["labels"] = _about_labels(data.table)
         summary["split"] = _about_splits(data, splits)
         if machine is not None and summary["patches"]["total"]:
-            summary["cost"] = _about_cost(data, facts, splits, machine)
-            trouble += _of_cost(summary["cost"])
+            cost = _about_cost(data, facts, splits, machine)
+            trouble += _of_cost(cost) if cost else ()
+            summary |= {"cost": cost} if cost else {}
     return Check(config.name, summary, _sorted(trouble), tuple(facts))
 
 
@@ -132,8 +133,11 @@ def _of_facts(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Fin
     yield from found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
 
 
-def _sorted(findings: Sequence[Finding] | Iterator[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
+def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """By severity, then all with the same cure together, in the order in which the first of them came."""
+    found = list(findings)
+    first = {(one.kind, one.cure): place for place, one in reversed(list(enumerate(found)))}
+    return tuple(sorted(found, key=lambda one: (_ORDER[one.severity], first[one.kind, one.cure])))
 
 
 def _splits(data: CohortData) -> tuple[dict[str, Split], list[Finding]]:
@@ -242,7 +246,7 @@ def _about_splits(data: CohortData, splits: dict[str, Split]) -> dict[str, Any]:
 def _about_cost(
     data: CohortData, facts: Sequence[FileFacts], splits: dict[str, Split], machine: Machine
 ) -> dict[str, Any]:
-    """Of one run and of the whole comparison, for the first split that works."""
+    """Of one run and of the whole comparison, for the first split that works; nothing where none does."""
     config = data.config
     good = {file.path: min(file.patches, config.cap or file.patches) for file in facts if file.usable}
     width = Counter(file.width for file in facts if file.usable).most_common(1)[0][0]
@@ -256,6 +260,8 @@ def _about_cost(
             part: [good[path] for path in frame.loc[frame["part"] == part, "file"] if path in good] for part in PARTS
         }
         break
+    if not slides:
+        return {}
     model = config.model
     trunks = [Trunk(width, model.dim, model.depth, dense=arm.startswith("vit4")) for arm in config.arms]
     seconds = [run_seconds(trunk, slides, epochs=config.train.epochs, rate=machine.rate) for trunk in trunks]

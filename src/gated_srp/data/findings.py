@@ -188,11 +188,12 @@ def of_table(table: Table) -> Iterator[Finding]:
 
 def of_balance(table: Table) -> Iterator[Finding]:
     """Too little of something to learn or to measure it."""
-    cure = "Add slides or join classes; otherwise read differences between models with great care."
+    cure = "Add {}; otherwise read differences between models with great care."
     if table.task == "survival":
         events = int(table.cases["event"].sum())
         if events < _SCARCE:
-            yield Finding("warning", "few_events", f"only {events} patients with an event", ("table",), cure)
+            what = f"only {events} patients with an event"
+            yield Finding("warning", "few_events", what, ("table",), cure.format("patients"))
         return
     if table.task == "classification":
         tally = {name: int((table.frame["label"] == i).sum()) for i, name in enumerate(table.classes)}
@@ -201,7 +202,13 @@ def of_balance(table: Table) -> Iterator[Finding]:
     rare = {name: count for name, count in tally.items() if count < _SCARCE}
     if rare:
         told = ", ".join(f"{name} {count}" for name, count in rare.items())
-        yield Finding("warning", "rare_class", f"fewer than {_SCARCE} slides of a class: {told}", ("table",), cure)
+        yield Finding(
+            "warning",
+            "rare_class",
+            f"fewer than {_SCARCE} slides of a class: {told}",
+            ("table",),
+            cure.format("slides"),
+        )
 
 
 def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Path]) -> Iterator[Finding]:

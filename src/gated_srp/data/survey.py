@@ -12,7 +12,6 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,6 +141,7 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
             f"{nonfinite} of {len(coords)} rows of features are NaN, infinite or too large for float32. Extract the "
             "slide again, or drop those rows together with their positions."
         )
+    places, floor = _distinct(coords), settings.lattice == "floor"
     return FileFacts(
         path,
         kind,
@@ -156,8 +156,9 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         stride_source=header.stride_source,
         neighbours=whole,
         capped=capped,
-        shared_cells=_crowded(coords, stride) if settings.lattice == "floor" else 0,
-        duplicates=len(coords) - _distinct(coords),
+        # Patches of one cell that do not stand on one spot: lattices that start anew.
+        shared_cells=places - _distinct(torch.div(coords.double(), stride, rounding_mode="floor")) if floor else 0,
+        duplicates=len(coords) - places,
         nonfinite=nonfinite,
         zeros=zeros,
         warnings=header.warnings,
@@ -184,14 +185,9 @@ def _told(counts: Tensor) -> Neighbours:
 
 
 def _distinct(points: Tensor) -> int:
-    """How many of (N, 2) points differ; a complex number a point sorts faster than rows do."""
-    return len(np.unique(points.double().contiguous().numpy().view(np.complex128)))
-
-
-def _crowded(coords: Tensor, stride: float) -> int:
-    """Patches that share a cell of the lattice without standing on the same spot: lattices that start anew."""
-    cells = torch.div(coords.double(), stride, rounding_mode="floor")
-    return _distinct(coords) - _distinct(cells)
+    """How many of (N, 2) points differ: one number a point sorts much faster than rows do."""
+    x, y = (torch.unique(points[:, i], return_inverse=True)[1] for i in (0, 1))  # ranks: no key can overflow
+    return len(torch.unique(x * (int(y.max()) + 1) + y))
 
 
 def _odd_rows(features: Tensor) -> tuple[int, int]:
