@@ -1,0 +1,109 @@
+"""Commands on slide images: features out of them, and pictures onto them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from gated_srp.slides.encoders import Encoder
+    from gated_srp.slides.extract import Outcome, Watch
+
+
+def extract(
+    slides: Annotated[Path, typer.Argument(help="A slide, or a folder of slides.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the feature files.")],
+    encoder: Annotated[
+        str, typer.Option("--encoder", "-e", help="Its name, or package.module:function for one of your own.")
+    ] = "efficientnet_lite0",
+    weights: Annotated[
+        Path | None, typer.Option("--weights", help="File or folder of the encoder's weights, without internet.")
+    ] = None,
+    size: Annotated[int | None, typer.Option("--size", min=8, help="Pixels of a patch; the encoder's own.")] = None,
+    magnification: Annotated[float, typer.Option("--magnification", "-m", help="Of the patches.")] = 20.0,
+    overlap: Annotated[int, typer.Option("--overlap", min=0, help="Pixels that neighbouring patches share.")] = 0,
+    tissue: Annotated[float, typer.Option("--tissue", help="Least share of tissue in a patch that is kept.")] = 0.25,
+    mpp: Annotated[
+        str | None, typer.Option("--mpp", help="Microns a pixel of every slide, or a CSV with the columns wsi, mpp.")
+    ] = None,
+    layout: Annotated[
+        Literal["trident", "atlaspatch"], typer.Option("--layout", help="Whose files to write.")
+    ] = "trident",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Patches the encoder gets at once.")] = 16,
+    workers: Annotated[int | None, typer.Option("--workers", min=0, help="Processes that read patches.")] = None,
+) -> None:
+    """Find the tissue of slides and write the features of its patches, with a preview of each. Finished slides are kept."""
+    import os
+
+    from gated_srp.slides.extract import Extraction, extract_slides, read_mpp
+    from gated_srp.slides.reader import find_slides
+    from gated_srp.slides.store import LAYOUTS
+    from gated_srp.slides.tiles import Tiling
+
+    found = find_slides(slides)
+    spec = _encoder(encoder)
+    typer.echo(f"{spec.name}: {spec.width} features a patch. Licence: {spec.licence}.")
+    every, each = read_mpp(mpp)
+    settings = Extraction(
+        encoder=spec,
+        tiling=Tiling(size=size or spec.tile, magnification=magnification, overlap=overlap, tissue=tissue),
+        layout=LAYOUTS[layout](output),
+        weights=weights,
+        mpp=each,
+        every_mpp=every,
+        batch=batch,
+        workers=min(8, os.cpu_count() or 1) if workers is None else workers,
+    )
+    with _watching(len(found)) as watch:
+        outcome = extract_slides(found, settings, watch)
+    _summary(outcome, settings.layout.path(settings.job(found[0])).parent)
+    if len(outcome.failed) == len(found):
+        raise typer.Exit(1)
+
+
+def _encoder(name: str) -> "Encoder":
+    """By any tool's spelling of its name."""
+    from gated_srp.data.encoders import canonical
+    from gated_srp.slides.encoders import ENCODERS, find_encoder
+
+    return find_encoder(canonical(name) if canonical(name) in ENCODERS else name)
+
+
+def _summary(outcome: "Outcome", folder: Path) -> None:
+    for error in outcome.failed:
+        typer.secho(f"left out: {error}", fg="yellow", err=True)
+    for slide in outcome.empty:
+        typer.secho(
+            f"no tissue: {slide}: its file has no patches. Look at its preview; lower --tissue if wrong.", err=True
+        )
+    parts = {"extracted": outcome.done, "there already": outcome.there, "without tissue": outcome.empty}
+    said = [f"{len(slides)} {name}" for name, slides in parts.items() if slides]
+    said += [f"{len(outcome.failed)} left out"] if outcome.failed else []
+    typer.echo(f"{folder}: {', '.join(said)}")
+
+
+@contextmanager
+def _watching(slides: int) -> Iterator["Watch"]:
+    """Bars in a terminal, a line a slide elsewhere; on the error stream."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        everything, current = bar.add_task("slides", total=slides), bar.add_task("patches", total=None)
+
+        class Bars:
+            def slide(self, path: Path, patches: int) -> None:
+                bar.reset(current, total=patches, description=path.name)
+
+            def patches(self, number: int) -> None:
+                bar.advance(current, number)
+
+            def finished(self, path: Path, how: str) -> None:
+                bar.advance(everything)
+                console.print(f"{path.name}: {how}", markup=False, highlight=False)
+
+        yield Bars()

@@ -1,0 +1,1 @@
+"""From a raw slide to a feature file: reading, tissue, tiles, encoders, extraction (extra ``slides``)."""

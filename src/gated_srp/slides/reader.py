@@ -1,0 +1,189 @@
+"""Slide images as level-0 rectangles of pixels: OpenSlide, with tiffslide where OpenSlide does not know the format.
+
+Only the pyramid is ever read. Label and macro photographs, which may show a patient's name, are not opened.
+This module and its neighbours `tissue` and `tiles` do without torch: reading processes start fast and stay small.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from PIL import Image
+
+from gated_srp.errors import UserError
+
+ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm")
+NOMINAL = (1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+_NEAR = 0.15  # scanners of one nominal magnification differ so much in microns a pixel
+_PLAUSIBLE = (0.02, 20.0)  # microns a pixel; beyond, the number is a print resolution or a default
+_BLOCK = 2048  # pixels of a level read at once for an overview
+
+
+class SlideError(UserError):
+    """A slide that cannot be read or used; others may go on."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path, self.message = path, message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the way back from a worker process."""
+        return SlideError, (self.path, self.message)
+
+
+@dataclass(frozen=True)
+class SlideInfo:
+    """What a slide says about itself; level 0 is the largest image."""
+
+    path: Path
+    size: tuple[int, int]  # width and height of level 0
+    downsamples: tuple[float, ...]  # of each level
+    mpp: float | None  # microns a pixel of level 0
+    magnification: float | None  # nominal, of level 0
+    vendor: str | None = None
+
+
+class SlideImage:
+    """An open slide. Use it in a ``with``; each process opens its own."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise SlideError(self.path, "no such file. Check the path.")
+        self._slide = _open(self.path)
+        try:
+            self.info = _describe(self.path, self._slide)
+        except Exception as error:
+            self._slide.close()
+            raise SlideError(self.path, f"opens, but its levels cannot be read ({_said(error)}).") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._slide.close()
+
+    def read(self, x: int, y: int, *, level: int, size: tuple[int, int]) -> np.ndarray:
+        """RGB pixels (height, width, 3) of a level; ``x`` and ``y`` in level-0 pixels, ``size`` in the level's own.
+
+        Where a slide has no pixels (outside, or never scanned) it is white.
+        """
+        try:
+            image = self._slide.read_region((int(x), int(y)), level, size)
+        except Exception as error:  # a damaged file shows as anything: OpenSlide's, a decoder's, an index out of range
+            raise SlideError(
+                self.path,
+                f"the pixels at ({x}, {y}) cannot be read ({_said(error)}). The file is cut short or damaged; copy it again.",
+            ) from error
+        if image.mode == "RGBA":
+            white = Image.new("RGB", image.size, "white")
+            white.paste(image, mask=image.getchannel("A"))
+            image = white
+        return np.asarray(image.convert("RGB"))
+
+    def best_level(self, downsample: float) -> int:
+        """The coarsest level that is at least as fine as ``downsample``."""
+        return max((i for i, d in enumerate(self.info.downsamples) if d <= downsample * 1.02), default=0)
+
+    def overview(self, scale: float) -> np.ndarray:
+        """The whole slide, ``scale`` level-0 pixels to one, as RGB (height, width, 3); read block by block.
+
+        Pixel (i, j) shows level-0 pixels from (j * scale, i * scale) on, exactly: nothing shifts along the slide.
+        """
+        width, height = (max(1, math.ceil(side / scale)) for side in self.info.size)
+        level = self.best_level(scale)
+        down = self.info.downsamples[level]
+        step = max(1, int(_BLOCK * down / scale))  # pixels of the overview a block
+        out = np.full((height, width, 3), 255, np.uint8)
+        for top in range(0, height, step):
+            for left in range(0, width, step):
+                columns, rows = min(step, width - left), min(step, height - top)
+                need = (max(1, math.ceil(columns * scale / down)), max(1, math.ceil(rows * scale / down)))
+                part = Image.fromarray(self.read(round(left * scale), round(top * scale), level=level, size=need))
+                box = (0.0, 0.0, min(need[0], columns * scale / down), min(need[1], rows * scale / down))
+                small = part.resize((columns, rows), Image.Resampling.BOX, box=box)
+                out[top : top + rows, left : left + columns] = np.asarray(small)
+        return out
+
+
+def find_slides(where: Path) -> list[Path]:
+    """The slide files of a folder and those below it, or the file itself."""
+    if where.is_file():
+        return [where]
+    if not where.is_dir():
+        raise UserError(f"{where}: no such file or folder. Expected a slide or a folder of slides.")
+    found = sorted(
+        p for p in where.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file() and not p.name.startswith(".")
+    )
+    if not found:
+        raise UserError(f"{where}: no slides (endings {', '.join(ENDINGS)}). Point at the folder that has them.")
+    return found
+
+
+def nominal_magnification(mpp: float) -> float:
+    """The magnification that ``mpp`` microns a pixel are sold as; 10 / mpp where none is near.
+
+    >>> [nominal_magnification(mpp) for mpp in (0.499, 0.2265, 0.2738, 0.5, 0.35)]
+    [20.0, 40.0, 40.0, 20.0, 28.57142857142857]
+    """
+    own = 10 / mpp
+    near = min(NOMINAL, key=lambda m: abs(math.log(m / own)))
+    return near if abs(near / own - 1) <= _NEAR else own
+
+
+def _open(path: Path) -> Any:
+    failures = []
+    for opener in (_openslide, _tiffslide):
+        try:
+            return opener()(str(path))
+        except ImportError:
+            failures.append(f"{opener.__name__[1:]} is not installed")
+        except Exception as error:  # each library has its own, and parsers raise many kinds
+            failures.append(f"{opener.__name__[1:]}: {_said(error)}")
+    if all(failure.endswith("not installed") for failure in failures):
+        raise UserError("no library for slides is installed. Install one with: pip install 'gated-srp[slides]'")
+    raise SlideError(path, f"not a slide that can be opened ({'; '.join(failures)}). Copy it again, or leave it out.")
+
+
+def _openslide() -> Callable[[str], Any]:
+    from openslide import OpenSlide
+
+    return OpenSlide
+
+
+def _tiffslide() -> Callable[[str], Any]:
+    from tiffslide import TiffSlide
+
+    return TiffSlide
+
+
+def _describe(path: Path, slide: Any) -> SlideInfo:
+    said = {**slide.properties}
+    library = "tiffslide" if "tiffslide.vendor" in said else "openslide"
+    mpp = _number(said.get(f"{library}.mpp-x"))
+    mpp = mpp if mpp is not None and _PLAUSIBLE[0] <= mpp <= _PLAUSIBLE[1] else None
+    power = _number(said.get(f"{library}.objective-power"))
+    magnification = power or (nominal_magnification(mpp) if mpp else None)
+    vendor = said.get(f"{library}.vendor")
+    size = tuple(int(side) for side in slide.dimensions)
+    downsamples = tuple(float(d) for d in slide.level_downsamples)
+    return SlideInfo(path, (size[0], size[1]), downsamples, mpp, magnification, None if vendor is None else str(vendor))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) and number > 0 else None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

@@ -1,0 +1,179 @@
+"""Feature files as they are written: TRIDENT's layout, or AtlasPatch's. A file is there whole or not at all.
+
+Shapes: N patches, D width of the features.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gated_srp.errors import UserError
+from gated_srp.slides.tiles import TilePlan, Tiling
+
+_ABANDONED = 3600.0  # seconds since a draft was last written to; its writer was killed
+_ROWS = 256  # a chunk
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is extracted into one file. ``weights``: the name of the weight file, where one was given."""
+
+    slide: Path
+    tiling: Tiling
+    encoder: str
+    width: int
+    mpp: float | None = None
+    weights: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the features; a file made with others is not taken for this one."""
+        tiling = self.tiling
+        return {
+            "patch_size": tiling.size,
+            "target_magnification": tiling.magnification,
+            "overlap": tiling.overlap,
+            "tissue": tiling.tissue,
+            "mpp": self.mpp,
+            "weights": self.weights,
+        }
+
+
+class Trident:
+    """<out>/20x_256px_0px_overlap/features_<encoder>/<slide>.h5"""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def path(self, job: Job) -> Path:
+        return self.out / job.tiling.folder / f"features_{job.encoder}" / f"{job.slide.stem}.h5"
+
+    def picture(self, job: Job) -> Path:
+        return self.out / job.tiling.folder / "visualization" / f"{job.slide.stem}.jpg"
+
+    def made_with(self, job: Job) -> dict[str, Any] | None:
+        """Settings of the file that is there; None where there is none."""
+        return _settings(self.path(job), "features")
+
+    @contextmanager
+    def writing(self, job: Job, plan: TilePlan) -> Iterator[h5py.Dataset]:
+        with _draft(self.path(job)) as file:
+            coords = file.create_dataset("coords", data=plan.coords)
+            coords.attrs.update({**_geometry(plan), "name": job.slide.stem, "savetodir": "None"})
+            features = _rows(file, "features", plan, job)
+            features.attrs.update({"name": job.slide.stem, "savetodir": "None", "encoder": job.encoder})
+            file.attrs.update(_about(plan))
+            yield features
+
+
+class AtlasPatch:
+    """<out>/patches/<slide>.h5 with /features/<encoder>: several encoders share the file's patches."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def path(self, job: Job) -> Path:
+        return self.out / "patches" / f"{job.slide.stem}.h5"
+
+    def picture(self, job: Job) -> Path:
+        return self.out / "visualization" / f"{job.slide.stem}.jpg"
+
+    def made_with(self, job: Job) -> dict[str, Any] | None:
+        return _settings(self.path(job), f"features/{job.encoder}")
+
+    @contextmanager
+    def writing(self, job: Job, plan: TilePlan) -> Iterator[h5py.Dataset]:
+        read = np.full((len(plan.coords), 2), plan.footprint.read), np.full((len(plan.coords), 1), plan.footprint.level)
+        table = np.concatenate([plan.coords, *read], 1).astype(np.int32)  # (N, 5)
+        with _draft(self.path(job)) as file:
+            if self.path(job).is_file():
+                _copy_others(self.path(job), file, table, job)
+            else:
+                file["coords"] = table
+                file.attrs.update({**_geometry(plan), **_about(plan), "num_patches": len(table)})
+                file.attrs["filename"] = job.slide.name
+            yield _rows(file, f"features/{job.encoder}", plan, job)
+
+
+LAYOUTS: Mapping[str, type[Trident] | type[AtlasPatch]] = {"trident": Trident, "atlaspatch": AtlasPatch}
+Layout = Trident | AtlasPatch
+
+
+def _geometry(plan: TilePlan) -> dict[str, Any]:
+    tiling = plan.tiling
+    return {
+        "patch_size": tiling.size,
+        "patch_size_level0": plan.footprint.side,
+        "level0_magnification": plan.magnification,
+        "target_magnification": tiling.magnification,
+        "overlap": tiling.overlap,
+        "level0_width": plan.info.size[0],
+        "level0_height": plan.info.size[1],
+    }
+
+
+def _about(plan: TilePlan) -> dict[str, Any]:
+    """Of the slide: where it was, microns a pixel. `heatmap` finds the slide again by this."""
+    known = {"wsi_path": str(plan.info.path.resolve()), "mpp": plan.info.mpp, "vendor": plan.info.vendor}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _rows(file: h5py.File, name: str, plan: TilePlan, job: Job) -> h5py.Dataset:
+    count = len(plan.coords)
+    chunks = (min(_ROWS, count), job.width) if count else None
+    rows = file.create_dataset(name, (count, job.width), "float32", chunks=chunks)
+    rows.attrs["gated_srp"] = json.dumps(job.settings(), sort_keys=True)
+    return rows
+
+
+def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job) -> None:
+    """Features of other encoders move into the new file; they must belong to the same patches."""
+    with h5py.File(there, "r") as old:
+        if old["coords"].shape != table.shape or not np.array_equal(old["coords"][:, :2], table[:, :2]):
+            raise UserError(
+                f"{there}: holds other patches than those asked for (size, magnification, overlap or tissue differ, and one file "
+                "has one set of patches). Choose another -o, or the TRIDENT layout."
+            )
+        file.attrs.update(dict(old.attrs))
+        for name in old:
+            if name != "features":
+                old.copy(name, file)
+        for name in old.get("features", ()):
+            if name != job.encoder:
+                old.copy(f"features/{name}", file.require_group("features"))
+
+
+def _settings(path: Path, name: str) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        with h5py.File(path, "r") as file:
+            if name not in file:
+                return None
+            noted = file[name].attrs.get("gated_srp")
+            return {} if noted is None else dict(json.loads(noted))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Remove it; the slide is then extracted again.") from None
+
+
+@contextmanager
+def _draft(path: Path) -> Iterator[h5py.File]:
+    """A new file beside the target that takes its place when all went well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f".{path.name}.*.part"):
+        if time.time() - old.stat().st_mtime > _ABANDONED:
+            old.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with h5py.File(draft, "w") as file:
+            yield file
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
