@@ -54,9 +54,10 @@ class Keeper:
         self.seen = progress.bags
         if self.fabric.global_rank == 0:
             self.loggers = open_loggers(train.log, self.run.path, settings)
+            self._write_tables(training)  # a run may have been killed between its state and its tables
 
     def bag(self, bag: SlideBag) -> None:
-        self.speed.add(len(bag.features))
+        self.speed.add(len(bag.features) * self.fabric.world_size, bags=self.fabric.world_size)
         self.seen += self.fabric.world_size
         if self.stop.signal is not None and self.fabric.world_size == 1:
             raise self._interrupted()
@@ -70,12 +71,11 @@ class Keeper:
             self._save(training)
 
     def epoch(self, training: Training) -> None:
-        progress, run = training.progress, self.run
+        progress = training.progress
         self.seen = 0
         if self.fabric.global_rank == 0:
             self._save(training)
-            run.write_rows("history.csv", HISTORY, progress.history)
-            run.write_rows("gates.csv", COLUMNS, progress.gate_history)
+            self._write_tables(training)
             now = {
                 f"{split}/{name}": value for epoch, split, name, value in progress.history if epoch == progress.epoch
             }
@@ -105,6 +105,10 @@ class Keeper:
     def _save(self, training: Training) -> None:
         save_checkpoint(training.checkpoint(), self.run.state)
         self.saved = time.monotonic()
+
+    def _write_tables(self, training: Training) -> None:
+        self.run.write_rows("history.csv", HISTORY, training.progress.history)
+        self.run.write_rows("gates.csv", COLUMNS, training.progress.gate_history)
 
     def _heed(self) -> None:
         """Stop if any rank was asked to."""

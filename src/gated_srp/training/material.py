@@ -48,11 +48,11 @@ class Material:
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """One row a case. Where the slides of a case differ in their truth, the table has none."""
-        if self.task_mixed(slides):
+        if self.mixed_truth(slides):
             slides = slides.drop(columns=list(self.task.truth))
         return self.task.by_case(slides)
 
-    def task_mixed(self, slides: pd.DataFrame) -> bool:
+    def mixed_truth(self, slides: pd.DataFrame) -> bool:
         """Whether some case's slides differ in their truth."""
         distinct = slides[["case", *self.task.truth]].drop_duplicates()
         return bool(distinct["case"].duplicated().any())
@@ -67,7 +67,7 @@ def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
     task = make_task(data.table, slides[slides["part"] == "train"], config.metric)
     bags = SlideDataset.of(config, slides, task.encode(slides))
     material = Material(slides, split, task, bags, config.score, (*data.notes, *split.notes))
-    if config.score == "case" and material.task_mixed(slides):
+    if config.score == "case" and material.mixed_truth(slides):
         raise UserError(
             f"score: case, but the slides of some patients differ in {' or '.join(task.truth)}, so a case has no single truth. "
             "Set `score: slide`, or correct the table."

@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,7 +26,10 @@ class Report:
     def say(self, text: str) -> None:
         """One line, now."""
         if self._log is not None:
-            with self._log.open("a", encoding="utf-8") as file:
+            with (
+                suppress(OSError),
+                self._log.open("a", encoding="utf-8") as file,
+            ):  # a full disk must not end a run here
                 file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
         if self._console is not None:
             self._console.print(text, markup=False)
@@ -59,8 +63,8 @@ class Speed:
         self._bags = bags  # still to do, in bags
         self._done = self._patches = 0
 
-    def add(self, patches: int) -> None:
-        self._done += 1
+    def add(self, patches: int, *, bags: int = 1) -> None:
+        self._done += bags
         self._patches += patches
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gated_srp.data.dataset import BagLoader
@@ -70,7 +71,7 @@ def write_results(run: RunFolder, results: Results, training: Training, about: M
     card = {**about, **results.facts, "temperature": results.temperature, "best_epoch": training.progress.best_epoch}
     try:
         save_model(training.model, run.path / "model.safetensors", card)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"{run.path / 'model.safetensors'}: cannot be written ({error}). Free some space, then start the same command again."
         ) from error
