@@ -38,7 +38,7 @@ class Block(nn.Module):
     def _feed_forward_in_place(self, x: Tensor) -> Tensor:
         """x + mlp(LN x) when no gradient is wanted: the hidden rows exist for one chunk at a time, the sum replaces x."""
         for bag in x:
-            for rows in chunks(len(bag), 2048):
+            for rows in chunks(bag, 2048):
                 bag[rows] += self.mlp(self.norm2(bag[rows]))
         return x
 
@@ -71,38 +71,47 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.fc1(x)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            plain: Tensor = self.fc2(F.gelu(hidden))
+            plain: Tensor = self.fc2(F.gelu(self.fc1(x)))
             return plain
-        weight, bias = self.fc2.weight.to(hidden.dtype), self.fc2.bias.to(hidden.dtype)
-        out: Tensor = _GeluLinear.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        weights = (p.to(dtype) for p in (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias))
+        out: Tensor = _FeedForward.apply(x.to(dtype), *weights)  # type: ignore[no-untyped-call]
         return out
 
 
-class _GeluLinear(torch.autograd.Function):
-    """linear(gelu(hidden)) in row chunks; the activation is recomputed in backward instead of kept."""
+class _FeedForward(torch.autograd.Function):
+    """linear(gelu(linear(x))) in row chunks: keeps the hidden rows, recomputes their activation in backward, and never holds
+    the gradient of all hidden rows at once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        out = hidden.new_empty(*hidden.shape[:-1], len(weight))
-        rows, flat = hidden.flatten(0, -2), out.flatten(0, -2)
-        for part in chunks(len(rows)):
-            linear_into(flat[part], F.gelu(rows[part]), weight, bias)
+    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], len(w2))
+        rows, flat = x.flatten(0, -2), out.flatten(0, -2)
+        hidden = rows.new_empty(len(rows), len(w1))
+        for part in chunks(rows):
+            linear_into(hidden[part], rows[part], w1, b1)
+            linear_into(flat[part], F.gelu(hidden[part]), w2, b2)
+        ctx.save_for_backward(x, hidden, w1, w2)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        hidden, weight = ctx.saved_tensors
-        dout, rows = grads[0].flatten(0, -2), hidden.flatten(0, -2)
-        dhidden = torch.empty_like(rows)
-        dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for part in chunks(len(rows)):
-            add_product(dweight, dout[part].t(), F.gelu(rows[part]))
-            torch.ops.aten.gelu_backward.grad_input(dout[part] @ weight, rows[part], grad_input=dhidden[part])
-        return dhidden.view_as(hidden), dweight.to(weight.dtype), dout.sum(0)
+        x, hidden, w1, w2 = ctx.saved_tensors
+        dout, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
+        exact = torch.promote_types(w1.dtype, torch.float32)  # sums over chunks
+        dx = torch.empty_like(rows)
+        dw1, dw2 = torch.zeros_like(w1, dtype=exact), torch.zeros_like(w2, dtype=exact)
+        db1 = torch.zeros(len(w1), dtype=exact, device=x.device)
+        for part in chunks(rows):
+            add_product(dw2, dout[part].t(), F.gelu(hidden[part]))
+            dhidden = torch.ops.aten.gelu_backward(dout[part] @ w2, hidden[part])  # (chunk, hidden)
+            add_product(dw1, dhidden.t(), rows[part])
+            db1 += dhidden.sum(0)
+            torch.mm(dhidden, w1, out=dx[part])
+        return dx.view_as(x), dw1.to(w1.dtype), db1.to(w1.dtype), dw2.to(w2.dtype), dout.sum(0)
 
 
 def _add(x: Tensor, branch: Tensor, keep: Tensor | None, which: int) -> Tensor:

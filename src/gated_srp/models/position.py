@@ -19,7 +19,7 @@ class PPEG(nn.Module):
         self.conv7, self.conv5, self.conv3 = (nn.Conv2d(dim, dim, k, padding=k // 2, groups=dim) for k in (7, 5, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        cls, patches = x[:, :1], x[:, 1:]
+        cls, patches = torch.split(x, [1, x.shape[1] - 1], dim=1)  # its backward is one cat; that of slices fills zeros
         side = round(patches.shape[1] ** 0.5)
         square = patches.transpose(1, 2).unflatten(2, (side, side))  # (B, C, S, S), channels last in memory
         weight, bias = self._folded()

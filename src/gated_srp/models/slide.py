@@ -56,7 +56,8 @@ class SlideTransformer(nn.Module):
             keep = self.draw_keep(len(features), device=features.device)
         x = self.embed(features)  # (B, N, C)
         missing = 0 if self.ppeg is None else math.ceil(math.sqrt(x.shape[1])) ** 2 - x.shape[1]
-        x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x, x[:, :missing]], dim=1)  # (B, L, C)
+        first, rest = torch.split(x, [missing, x.shape[1] - missing], dim=1)
+        x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1)  # (B, L, C)
         rows = graph.with_isolated(before=1, after=missing)
         for number, block in enumerate(self.blocks):
             scale = None if keep is None else keep[number]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.projection import wide
+from gated_srp.srp.projection import AxisAt, wide
 
 
 class Direction(nn.Module):
@@ -19,12 +19,21 @@ class Direction(nn.Module):
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         raise NotImplementedError
 
+    def axis_at(self, v: Tensor, graph: PatchGraph) -> AxisAt:
+        """The axis of any slice of rows, for passes over row chunks."""
+        axis = self(v, graph)
+        return lambda rows: axis[rows]
+
 
 class NeighbourMean(Direction):
     """r_i, the mean of the neighbours' detached values (Eq. 6)."""
 
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         return graph.mean(v.detach().flatten(1)).view(v.shape)  # (R, H, D)
+
+    def axis_at(self, v: Tensor, graph: PatchGraph) -> AxisAt:
+        flat = wide(v.detach().flatten(1))
+        return lambda rows: graph.mean(flat, rows).view(-1, *v.shape[1:])  # the axis never exists as a whole
 
 
 class OwnValue(Direction):

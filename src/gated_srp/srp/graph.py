@@ -112,9 +112,12 @@ class PatchGraph:
         """m_i of each row, (B * L,)."""
         return self.offsets.diff()
 
-    def mean(self, rows: Tensor) -> Tensor:
-        """Eq. 6 over these lists: (B * L, C) -> (B * L, C)."""
-        return neighbour_mean(rows, self.neighbours, self.offsets)
+    def mean(self, rows: Tensor, part: slice | None = None) -> Tensor:
+        """Eq. 6 over these lists: (B * L, C) -> (B * L, C), or the rows of ``part`` alone."""
+        if part is None or part == slice(0, self.num_rows):
+            return neighbour_mean(rows, self.neighbours, self.offsets)
+        ends = self.offsets[part.start : part.stop + 1]
+        return neighbour_mean(rows, self.neighbours[ends[0] : ends[-1]], ends - ends[0])
 
     def with_isolated(self, before: int = 0, after: int = 0) -> Self:
         """Rows without neighbours in front of (CLS, registers) and behind (padding) each bag's rows."""
@@ -181,7 +184,7 @@ def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor
         )
     scale = torch.where(norms > 0, 1 / norms, 0.0)
     out = torch.empty_like(norms)
-    for part in chunks(len(norms), 384):  # no copy of all features: fresh memory costs more than the arithmetic
+    for part in chunks(rows, 128):  # no copy of all features: fresh memory costs more than the arithmetic
         ends = offsets[part.start : part.stop + 1]
         found = neighbours[ends[0] : ends[-1]]
         around = F.embedding_bag(
@@ -232,23 +235,34 @@ def _compact(cells: Tensor, radius: int) -> Tensor:
 
 def _keys(cells: Tensor, radius: int) -> tuple[Tensor, int]:
     """One number a cell, (N,), and the distance between the keys of neighbouring columns."""
-    x, y = (_compact(cells[:, i], radius) for i in (0, 1))
+    x, y = (cells - cells.amin(0)).unbind(1)
+    if not (0 <= int(x.max()) < 2**31 and 0 <= int(y.max()) < 2**31 - 2 * radius):
+        x, y = (_compact(cells[:, i], radius) for i in (0, 1))
     pitch = int(y.max()) + 2 * radius + 1  # the margin keeps a window from wrapping into the next column
     return x * pitch + y + radius, pitch
+
+
+def _smaller(ordered: Tensor, queries: Tensor) -> Tensor:
+    """How many of the ordered keys are smaller than each query."""
+    span = int(ordered[-1]) + 2
+    if span > 8 * len(ordered):
+        return torch.searchsorted(ordered, queries)
+    # Keys of a slide are dense: answer every possible query once, then look up.
+    table = torch.searchsorted(ordered, torch.arange(span, device=ordered.device))
+    return table[queries.clamp(0, span - 1)]
 
 
 def _candidates(keys: Tensor, pitch: int, listed: Tensor, radius: int) -> tuple[Tensor, Tensor]:
     """All pairs (row, listed patch) whose cells lie within the radius, ordered by row: two (P,) tensors of patch numbers.
 
-    ``listed`` is ordered by key, so the cells (x + dx, y - radius ... y + radius) are one run found by binary search.
+    ``listed`` is ordered by key, so the cells (x + dx, y - radius ... y + radius) are one run.
     """
     ordered = keys[listed]
     columns = torch.arange(-radius, radius + 1, device=keys.device) * pitch
-    middle = keys.unsqueeze(1) + columns  # (N, 2 * radius + 1)
-    first = torch.searchsorted(ordered, middle - radius)
-    counts = (torch.searchsorted(ordered, middle + radius, right=True) - first).flatten()
-    ends = counts.cumsum(0)
-    shift = (first.flatten() - ends + counts).repeat_interleave(counts)
+    middle = (keys.unsqueeze(1) + columns).flatten()  # (N * (2 * radius + 1),)
+    first = _smaller(ordered, middle - radius)
+    counts = _smaller(ordered, middle + radius + 1) - first
+    shift = (first - counts.cumsum(0) + counts).repeat_interleave(counts)
     found = listed[torch.arange(len(shift), device=keys.device) + shift]
     numbers = torch.arange(len(keys), device=keys.device)
     return numbers.repeat_interleave(counts.view(len(keys), -1).sum(1)), found

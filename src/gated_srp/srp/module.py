@@ -10,7 +10,7 @@ from gated_srp.errors import UserError
 from gated_srp.srp.coefficient import Coefficient, SignedGate
 from gated_srp.srp.direction import Direction, NeighbourMean
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.projection import along, corrected_linear, length, measure, project, unit, wide
+from gated_srp.srp.projection import along, corrected_linear, length, measure, project, unit
 
 
 class GatedSRP(nn.Module):
@@ -66,16 +66,11 @@ class GatedSRP(nn.Module):
             else torch.promote_types(y.dtype, layer.weight.dtype)
         )
         y_rows, v_rows = _rows(y), _rows(v.detach())
-        measured = measure(y_rows, wide(self.direction(v_rows, graph)))
+        measured = measure(y_rows, self.direction.axis_at(v_rows, graph))
         beta = self.coefficient(measured.component, measured.norm, graph)
-        bias = None if layer.bias is None else layer.bias.to(dtype)
+        weights = (layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
         rows = corrected_linear(
-            y_rows.to(dtype),
-            v_rows,
-            beta,
-            (layer.weight.to(dtype), bias),
-            measured,
-            lambda values: wide(self.direction(values, graph)),
+            y_rows.to(dtype), v_rows, beta, weights, measured, lambda values: self.direction.axis_at(values, graph)
         )
         return rows.view(len(y), -1, rows.shape[-1])
 

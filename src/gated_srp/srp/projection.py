@@ -98,8 +98,35 @@ def project(y: Tensor, axis: Tensor, beta: Tensor) -> Tensor:
     return result
 
 
+AxisAt = Callable[[slice], Tensor]  # rows -> their axis (rows, H, D), not normalised
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a correction measures before it decides, each (R, H): scale = 1 / |axis| (0 for a zero axis),
+    component = <y, axis / |axis|> and norm = |y|."""
+
+    scale: Tensor
+    component: Tensor
+    norm: Tensor
+
+
+def measure(y: Tensor, axis_at: AxisAt) -> Measured:
+    """Eq. 4's component and the lengths behind Eq. 10 in one pass over row chunks, not differentiated."""
+    with torch.no_grad():
+        dtype = torch.promote_types(y.dtype, torch.float32)
+        scale, component, norm = (torch.empty(y.shape[:-1], dtype=dtype, device=y.device) for _ in range(3))
+        for rows in chunks(y):
+            part, axis = wide(y[rows]), axis_at(rows)
+            square = (axis * axis).sum(-1)
+            scale[rows] = torch.where(square > 0, square.rsqrt(), 0.0)
+            torch.mul(along(part, axis), scale[rows], out=component[rows])
+            torch.linalg.vector_norm(part, dim=-1, out=norm[rows])
+        return Measured(scale, component, norm)
+
+
 class _CorrectedLinear(torch.autograd.Function):
-    """project + linear in row chunks; the corrected rows are recomputed in backward instead of kept.
+    """project + linear in row chunks; axis and corrected rows are recomputed in backward instead of kept.
 
     Of what the attention does not hold anyway (y, v, the weight) it keeps three numbers a row and head.
     """
@@ -112,15 +139,16 @@ class _CorrectedLinear(torch.autograd.Function):
         beta: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        measured: "Measured",
-        axis_of: Callable[[Tensor], Tensor],
+        measured: Measured,
+        axis_of: Callable[[Tensor], AxisAt],
     ) -> Tensor:
         ctx.save_for_backward(y, v, beta, weight, measured.component, measured.scale)
         ctx.axis_of, ctx.biased = axis_of, bias is not None
         amount = beta * measured.component * measured.scale  # (R, H), of the axis before it is normalised
+        axis_at = axis_of(v)
         out = y.new_empty(len(y), len(weight))
-        for rows in chunks(len(y)):
-            z = remove(y[rows], measured.axis[rows], amount[rows])  # (chunk, H, D)
+        for rows in chunks(y):
+            z = remove(y[rows], axis_at(rows), amount[rows])  # (chunk, H, D)
             linear_into(out[rows], z.flatten(1), weight, bias)
         return out
 
@@ -129,43 +157,20 @@ class _CorrectedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, v, beta, weight, component, scale = ctx.saved_tensors
         (dout,) = grads
-        axis = ctx.axis_of(v)  # (R, H, D), not normalised: `scale` is 1 / |axis|
         amount, strength = beta * component * scale, beta * scale
+        axis_at = ctx.axis_of(v)
         dy, dbeta = torch.empty_like(y), torch.empty_like(beta)
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for rows in chunks(len(y)):
-            z = remove(y[rows], axis[rows], amount[rows]).flatten(1)  # (chunk, C)
+        for rows in chunks(y):
+            axis = axis_at(rows)
+            z = remove(y[rows], axis, amount[rows]).flatten(1)  # (chunk, C)
             add_product(dweight, dout[rows].t(), z)
             dz = (dout[rows] @ weight).view_as(y[rows])
-            slope = along(dz, axis[rows]) * scale[rows]
-            dy[rows] = remove(dz, axis[rows], strength[rows] * slope)
+            slope = along(dz, axis) * scale[rows]
+            dy[rows] = remove(dz, axis, strength[rows] * slope)
             dbeta[rows] = -component[rows] * slope
         dbias = dout.sum(0) if ctx.biased else None
         return dy, None, dbeta, dweight.to(weight.dtype), dbias, None, None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a correction measures before it decides: the axis (R, H, D), not normalised, and per row and head
-    scale = 1 / |axis| (0 for a zero axis), component = <y, axis / |axis|> and norm = |y|, each (R, H)."""
-
-    axis: Tensor
-    scale: Tensor
-    component: Tensor
-    norm: Tensor
-
-
-def measure(y: Tensor, axis: Tensor) -> Measured:
-    """Eq. 4's component and the lengths behind Eq. 10 in one pass over row chunks, not differentiated."""
-    with torch.no_grad():
-        scale, component, norm = (torch.empty(y.shape[:-1], dtype=axis.dtype, device=y.device) for _ in range(3))
-        for rows in chunks(len(y)):
-            part, here = wide(y[rows]), axis[rows]
-            square = (here * here).sum(-1)
-            scale[rows] = torch.where(square > 0, square.rsqrt(), 0.0)
-            torch.mul(along(part, here), scale[rows], out=component[rows])
-            torch.linalg.vector_norm(part, dim=-1, out=norm[rows])
-        return Measured(axis, scale, component, norm)
 
 
 def corrected_linear(
@@ -174,20 +179,21 @@ def corrected_linear(
     beta: Tensor,
     linear: tuple[Tensor, Tensor | None],
     measured: Measured,
-    axis_of: Callable[[Tensor], Tensor],
+    axis_of: Callable[[Tensor], AxisAt],
 ) -> Tensor:
-    """linear(project(y, unit(axis_of(v)), beta)) for an axis that gets no gradient: (R, H, D) -> (R, O).
+    """linear(project(y, unit(axis), beta)) for an axis that gets no gradient: (R, H, D) -> (R, O).
 
-    ``axis_of(v)`` gives the axis again in backward, when `measured` is gone.
+    ``axis_of(v)`` gives the axis of any rows, here and again in backward.
     """
     weight, bias = linear
     result: Tensor = _CorrectedLinear.apply(y, v, beta, weight, bias, measured, axis_of)  # type: ignore[no-untyped-call]
     return result
 
 
-def chunks(rows: int, size: int = 1024) -> Iterator[slice]:
-    """Slices over the rows, small enough that a pass over them stays in the processor's cache."""
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+def chunks(rows: Tensor, size: int = 1024) -> Iterator[slice]:
+    """Slices over the rows: on a CPU small enough that a pass over them stays in the cache, elsewhere all at once."""
+    size = size if rows.device.type == "cpu" else max(1, len(rows))
+    return (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
