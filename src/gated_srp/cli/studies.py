@@ -10,6 +10,70 @@ if TYPE_CHECKING:
     from gated_srp.study.results import Comparison
 
 
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Cells at a time; as many as cores, memory and devices allow.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a study of more than an hour.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; those of the YAML.")]
+
+
+def compare(
+    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
+    arms: Annotated[str | None, typer.Option("--arms", help="E.g. na,xsa,gated_srp; those of the YAML.")] = None,
+    seeds: Seeds = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A fair small version: fewer epochs and seeds for all arms alike.")
+    ] = False,
+    reference: Annotated[
+        str | None, typer.Option("--reference", "-r", help="What others are compared with; na, else the first arm.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of tables and figures; OUT/COHORT/comparison.")
+    ] = None,
+    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="How often patients are resampled.")] = 200,
+    jobs: Jobs = None,
+    yes: Yes = False,
+) -> None:
+    """Train arms x seeds on identical splits, and say what the paired differences show. Start it again to go on."""
+    from gated_srp.cli.study_run import compare_arms
+    from gated_srp.data import load_config
+
+    config = load_config(cohort, {"out": str(out)} if out else None)
+    failed = compare_arms(
+        config,
+        arms=_words(arms) or config.arms,
+        seeds=_numbers(seeds) or config.seeds,
+        quick=quick,
+        reference=reference,
+        output=output,
+        bootstrap=bootstrap,
+        running=(jobs, yes),
+    )
+    if failed:
+        raise typer.Exit(1)
+
+
+def _words(given: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
+
+
+def _numbers(given: str | None) -> tuple[int, ...]:
+    """
+    >>> _numbers("42-44,50")
+    (42, 43, 44, 50)
+    """
+    from gated_srp.errors import UserError
+
+    found: list[int] = []
+    for word in _words(given):
+        first, dash, last = word.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UserError(f"--seeds {given}: {word!r} is no seed. Expected e.g. 42,43,44 or 42-46.")
+        found += range(int(first), int(last if dash else first) + 1)
+    return tuple(dict.fromkeys(found))
+
+
 def stats(
     results: Annotated[Path, typer.Argument(help="A table with the columns cohort, arm, seed, metric, value.")],
     reference: Annotated[str, typer.Option("--reference", "-r", help="The arm that others are compared with.")] = "na",

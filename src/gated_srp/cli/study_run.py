@@ -1,0 +1,103 @@
+"""The flow of a study at the command line: plan, say what it costs, run, show, write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from gated_srp.cli.matrix_view import showing
+from gated_srp.data.cohort_data import CohortData, open_cohort
+from gated_srp.data.configschema import CohortConfig
+from gated_srp.data.estimate import this_machine
+from gated_srp.errors import UserError
+from gated_srp.study.collect import collect, compare_cells
+from gated_srp.study.cost import cost
+from gated_srp.study.engine import Board, Slot, local_slots, run_local
+from gated_srp.study.matrix import Cell, Row, plan, quick_version, refuse_mismatches
+from gated_srp.training.progress import spoken
+
+_LONG = 3600.0  # seconds from which on a person is asked
+Running = tuple[int | None, bool]  # cells at a time; whether not to ask
+
+
+def compare_arms(
+    config: CohortConfig,
+    *,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    quick: bool,
+    reference: str | None,
+    output: Path | None,
+    bootstrap: int,
+    running: Running,
+) -> list[Cell]:
+    """`gated-srp compare`; the cells that failed."""
+    from gated_srp.report.study import write_comparison
+    from gated_srp.study.tune import tuned_rows
+
+    mark = ""
+    if quick:
+        config, seeds, mark = quick_version(config, seeds)
+        typer.echo(mark)
+    against = reference or ("na" if "na" in arms else arms[0])
+    if against not in arms:
+        raise UserError(f"--reference {against!r} is not among the arms: {', '.join(arms)}. Name one of them.")
+    rows = [Row.of(arm) for arm in arms]
+    rows += tuned_rows(config, arms)
+    cells = plan(config, rows, seeds)
+    board = run_cells(cells, {config.name: open_cohort(config)}, running)
+    results = collect(cells)
+    failed = board.of("failed")
+    for cell in failed:
+        typer.secho(f"failed twice: {cell}: {board[cell].said}", fg="red", err=True)
+    comparison = compare_cells(cells, results, against, repeats=bootstrap, notes=(mark,) if mark else ())
+    folder = output or config.out / config.name / "comparison"
+    title = f"{config.name}{' (quick)' if mark else ''}"
+    written = write_comparison(folder, cells, results, comparison, title=title, mark=mark)
+    typer.echo("\n" + (folder / "README.md").read_text(encoding="utf-8"))
+    typer.echo(f"written: {folder} ({len(written)} files)")
+    return failed
+
+
+def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Running) -> Board:
+    """Check what is there, say what is to come, ask if it is long, and run what is missing."""
+    jobs, yes = running
+    refuse_mismatches(cells, data)
+    board = Board(tuple(cells))
+    machine = this_machine()
+    ahead = cost(cells, data, machine)
+    finished = len(board.cells) - ahead.cells
+    typer.echo(f"{len(board.cells)} cells, {finished} finished before, {ahead.cells} to run")
+    if not ahead.cells:
+        return board
+    slots = local_slots(jobs or ahead.cells, 1.0 if jobs else ahead.memory)
+    many = len({slot.device for slot in slots})
+    seconds = ahead.seconds / many
+    typer.echo(
+        f"roughly {spoken(seconds)} on {machine.name}, {_bytes(ahead.disk)} on disk, {_bytes(ahead.memory)} of memory a cell; "
+        f"{_places(slots)}"
+    )
+    if seconds > _LONG and not yes and sys.stdin.isatty() and not typer.confirm("Start?", default=True):
+        raise typer.Exit(1)
+    with showing(board, Console(stderr=True, highlight=False)) as tick:
+        try:
+            run_local(board, slots, tick=tick)
+        except KeyboardInterrupt:
+            typer.echo(
+                "stopped; running cells have saved their states. Start the same command again to go on.", err=True
+            )
+            raise typer.Exit(130) from None
+    return board
+
+
+def _places(slots: Sequence[Slot]) -> str:
+    each = f"{slots[0].threads} thread{'s' if slots[0].threads > 1 else ''} each"
+    return f"{len(slots)} at a time, {each}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
