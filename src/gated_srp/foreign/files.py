@@ -15,6 +15,7 @@ _SETTINGS = ("delta", "hidden_dim", "window", "layers")
 
 
 def save(path: Path, gates: dict[str, Tensor], card: dict[str, Any]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     full = {"format": FORMAT, "kind": "gated-srp gates", **card}
@@ -23,7 +24,7 @@ def save(path: Path, gates: dict[str, Tensor], card: dict[str, Any]) -> None:
     try:
         save_file(tensors, beside, metadata={"card": json.dumps(full, sort_keys=True)})
         os.replace(beside, path)
-    except OSError as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be written ({error}). Choose a folder that exists and is yours.") from error
     finally:
         beside.unlink(missing_ok=True)

@@ -1,0 +1,217 @@
+"""Gated SRP in Hugging Face transformers, through its attention interface. Random weights, no downloads."""
+
+import logging
+
+import pytest
+import torch
+from foreign_models import (
+    CHECKS,
+    HEADS,
+    WIDTH,
+    Case,
+    Weights,
+    check_autocast,
+    check_compile,
+    check_equals_our_own_blocks,
+    check_gate_files,
+)
+
+from gated_srp import UserError, attach
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: encoders)")
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 4 * WIDTH,
+    "image_size": 32,
+    "patch_size": 8,
+}
+TEXT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 50}
+TEXT |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+ALL, NOT_LAST = [True] * 3, [True, True, False]
+
+
+def case(name: str, model: str, config: str, gates: list[bool], front: int, **changes: object) -> Case:
+    def make() -> torch.nn.Module:
+        settings = getattr(transformers, config)(**{**SIZES, **changes})
+        return getattr(transformers, model)(settings)
+
+    bare = not model.endswith("Classification")
+    output = (lambda out: out.last_hidden_state) if bare else (lambda out: out.logits)
+    settings = {"last": True} if bare else {}
+    return Case(name, make, {"pixel_values": IMAGES}, output, gates, front, grid=(4, 4), settings=settings)
+
+
+def both_halves(name: str, model: str, config: str, front: int) -> Case:
+    def make() -> torch.nn.Module:
+        settings = getattr(transformers, config)(vision_config=SIZES, text_config=TEXT, num_labels=3)
+        return getattr(transformers, model)(settings)
+
+    return Case(name, make, {"pixel_values": IMAGES}, lambda out: out.logits, ALL, front, grid=(4, 4))
+
+
+CASES = {
+    c.name: c
+    for c in [
+        case("vit", "ViTForImageClassification", "ViTConfig", NOT_LAST, 1, num_labels=3),
+        case("vit_msn", "ViTMSNForImageClassification", "ViTMSNConfig", NOT_LAST, 1, num_labels=3),
+        case("deit", "DeiTForImageClassification", "DeiTConfig", NOT_LAST, 2, num_labels=3),
+        case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", ALL, 1, num_labels=3),
+        case(
+            "dinov2_with_registers",
+            "Dinov2WithRegistersForImageClassification",
+            "Dinov2WithRegistersConfig",
+            ALL,
+            5,
+            num_labels=3,
+            num_register_tokens=4,
+        ),
+        case("dinov3_vit", "DINOv3ViTModel", "DINOv3ViTConfig", ALL, 5, num_register_tokens=4),
+        case("siglip_vision_model", "SiglipVisionModel", "SiglipVisionConfig", ALL, 0),
+        case("clip_vision_model", "CLIPVisionModel", "CLIPVisionConfig", ALL, 1),
+        case("ijepa", "IJepaForImageClassification", "IJepaConfig", ALL, 0, num_labels=3),
+        both_halves("siglip_classifier", "SiglipForImageClassification", "SiglipConfig", 0),
+        both_halves("clip_classifier", "CLIPForImageClassification", "CLIPConfig", 1),
+    ]
+}
+MAIN = ["vit", "dinov2_with_registers", "siglip_vision_model"]
+
+
+@pytest.mark.parametrize("check", CHECKS[:3], ids=lambda f: f.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("name", CASES)
+def test_what_holds_for_every_model_type(name, check):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("check", CHECKS[3:], ids=lambda f: f.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("name", MAIN)
+def test_what_holds_for_every_foreign_model(name, check):
+    check(CASES[name])
+
+
+def test_every_supported_model_type_has_a_case():
+    from gated_srp.foreign.huggingface import FRONT
+
+    assert set(FRONT) <= set(CASES)
+
+
+def test_autocast_keeps_the_identity():
+    check_autocast(CASES["vit"])
+
+
+def test_a_compiled_model_is_corrected():
+    check_compile(CASES["vit"])
+
+
+def test_gates_go_through_a_file(tmp_path):
+    check_gate_files(CASES["dinov2"], tmp_path)
+
+
+def test_an_attached_vit_equals_our_own_blocks():
+    model, _ = CASES["vit"].attached()
+
+    def parts(layer: torch.nn.Module) -> Weights:
+        a = layer.attention
+        qkv = [(p.weight, p.bias) for p in (a.q_proj, a.k_proj, a.v_proj)]
+        return Weights(layer.layernorm_before, qkv, a.o_proj, layer.layernorm_after, layer.mlp.fc1, layer.mlp.fc2)
+
+    check_equals_our_own_blocks(CASES["vit"], model, list(model.vit.layers), parts)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_implementation_that_the_model_had_goes_on_and_comes_back(implementation):
+    model = CASES["vit"].model()
+    model.set_attn_implementation(implementation)
+    plain = CASES["vit"](model)
+    handle = attach(model)
+    assert model.config._attn_implementation == f"gated_srp_{implementation}"
+    assert torch.equal(CASES["vit"](model), plain)
+    handle.detach()
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_padding_mask_is_not_dropped():
+    one = CASES["dinov2"]
+    model = one.model()
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[:, -6:] = 0
+    plain, masked = one(model), one(model, attention_mask=mask)
+    assert not torch.allclose(plain, masked, atol=1e-3)
+    attach(model)
+    assert torch.equal(one(model, attention_mask=mask), masked)
+
+
+def test_the_models_own_gradient_checkpointing_gives_the_same_gradients():
+    one = CASES["vit"]
+    model, handle = one.attached()
+    model.train()
+    one(model).square().sum().backward()
+    grads = [p.grad.clone() for p in handle.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    one(model).square().sum().backward()
+    for p, grad in zip(handle.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def test_images_of_another_size_need_to_be_said():
+    one = CASES["vit"]
+    model, handle = one.attached()
+    wide = torch.randn(1, 3, 32, 64)
+    with pytest.raises(UserError, match="set_grid"):
+        one(model, pixel_values=wide, interpolate_pos_encoding=True)
+    handle.set_grid(4, 8)
+    assert torch.isfinite(one(model, pixel_values=wide, interpolate_pos_encoding=True)).all()
+
+
+def test_a_rectangular_config_gives_a_rectangular_grid():
+    config = transformers.ViTConfig(**{**SIZES, "image_size": (16, 40)}, num_labels=3)
+    handle = attach(transformers.ViTForImageClassification(config))
+    assert handle._neighbourhood._patches.neighbour_count.tolist() == [3, 5, 5, 5, 3] * 2
+
+
+def test_a_model_whose_tokens_come_out_asks_for_last():
+    with pytest.raises(UserError, match="last=False"):
+        attach(transformers.Dinov2Model(transformers.Dinov2Config(**SIZES)))
+
+
+def test_a_wrapped_trunk_is_found_and_asks_for_last():
+    trunk = transformers.ViTModel(transformers.ViTConfig(**SIZES))
+    wrapped = torch.nn.ModuleDict({"trunk": trunk, "head": torch.nn.Linear(WIDTH, 2)})
+    with pytest.raises(UserError, match="last=False"):
+        attach(wrapped)
+    assert list(attach(wrapped, last=False).gates()) == ["trunk.layers.0.attention", "trunk.layers.1.attention"]
+
+
+def test_swin_is_refused_because_of_its_windows():
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=12, depths=[1, 1], num_heads=[2, 2], window_size=4
+    )
+    with pytest.raises(UserError, match="windows"):
+        attach(transformers.SwinForImageClassification(config))
+
+
+def test_a_model_of_images_and_text_is_sent_to_its_vision_half():
+    model = transformers.SiglipModel(transformers.SiglipConfig(vision_config=SIZES, text_config=TEXT))
+    with pytest.raises(UserError, match="vision"):
+        attach(model, last=True)
+    assert len(attach(model.vision_model, last=True).gates()) == 3
+
+
+def test_an_unknown_model_type_may_be_tapped():
+    from gated_srp.foreign import Taps
+
+    config = transformers.ViTMAEConfig(**SIZES, mask_ratio=0.0)
+    model = transformers.ViTMAEModel(config).eval()
+    with pytest.raises(UserError, match="vit_mae"):
+        attach(model)
+    torch.manual_seed(0)
+    plain = model(pixel_values=IMAGES, noise=torch.arange(16.0).expand(2, -1)).last_hidden_state
+    attention = next(type(m) for n, m in model.named_modules() if n.endswith("0.attention"))
+    handle = attach(model, adapters={attention: Taps("v_proj", "o_proj")}, grid=(4, 4), last=True)
+    assert torch.equal(model(pixel_values=IMAGES, noise=torch.arange(16.0).expand(2, -1)).last_hidden_state, plain)
+    assert len(handle.gates()) == 3
