@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import homogeneity, neighbour_lists, tolerant_lists
 
 from gated_srp import PatchGraph, UserError
-from gated_srp.srp.graph import infer_stride
+from gated_srp.srp.lattice import infer_stride
 
 
 def lists(graph: PatchGraph) -> list[list[int]]:

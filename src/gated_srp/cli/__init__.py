@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gated_srp import __version__
-from gated_srp.cli import bench, data, models, studies
+from gated_srp.cli import bench, data, models, predict, runs, slides, studies
 from gated_srp.errors import UserError
 
 app = typer.Typer(
@@ -37,10 +37,16 @@ def options(
 
 
 # One line a command, in the order of a user's day.
+app.command("extract")(slides.extract)
+app.command("check")(data.check)
 app.command("splits")(data.splits)
+app.command("redundancy")(data.redundancy)
+app.command("train")(runs.train)
+app.command("predict")(predict.predict)
+app.command("evaluate")(predict.evaluate)
 app.command("stats")(studies.stats)
-app.command("bench")(bench.bench)
 app.command("convert")(models.convert)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from gated_srp.data.attributes import number, text
 from gated_srp.data.bag import BagError, Unit
 from gated_srp.data.positions import Places, Positions
 from gated_srp.errors import UserError
-from gated_srp.srp.graph import PatchGraph, infer_stride
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.lattice import infer_stride
 
 _AGREE = 0.02  # relative difference of two strides that are one
 _WORSE = 0.75  # a stride that keeps less than this share of another's lattice does not fit the coordinates

@@ -12,7 +12,8 @@ from gated_srp.srp.coefficient import (
     zeros,
 )
 from gated_srp.srp.direction import Direction, NeighbourMean, OwnValue, RandomDirection, ShuffledNeighbours, SlideMean
-from gated_srp.srp.graph import PatchGraph, infer_stride
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.lattice import infer_stride
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.projection import neighbour_mean, project, unit
 from gated_srp.srp.trace import LayerTrace, trace

@@ -1,0 +1,116 @@
+"""The ratios that we promise, computed from measurements."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gated_srp.bench.measure import Row, best_seconds
+from gated_srp.bench.subjects import IN_DIM
+
+
+def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: int = 64) -> float:
+    """Multiplications and additions of our own forward: what the matrix products of the fast path cost."""
+    rows = math.ceil(math.sqrt(tokens)) ** 2 + 1
+    block = 2 * rows * dim * (3 * dim + dim + 8 * dim) + 2 * 4 * rows * landmarks * dim
+    last = 2 * rows * dim * 2 * dim + 2 * 2 * rows * landmarks * dim
+    return 2 * tokens * IN_DIM * dim + (depth - 1) * block + last
+
+
+def multiply_rate(repeats: int = 5) -> float:
+    """Operations a second of a float32 matrix product of the model's largest kind, best of several."""
+    a, b, out = torch.randn(10_000, IN_DIM), torch.randn(IN_DIM, IN_DIM), torch.empty(10_000, IN_DIM)
+    (seconds,) = best_seconds({("mm",): lambda: torch.mm(a, b, out=out)}, repeats).values()
+    return 2 * 10_000 * IN_DIM * IN_DIM / seconds
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio that we promise, and what this run gave."""
+
+    tokens: int
+    name: str
+    value: float
+    bound: float
+    at_least: bool = True
+
+    @property
+    def holds(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+def figures(rows: list[Row], rate: float) -> list[Figure]:
+    """The promised ratios, for every size that was measured."""
+    seconds = {(r.tokens, r.phase, r.arm, r.dtype): r.seconds for r in rows if r.peak_mb is None and r.seconds}
+    peaks = {(r.tokens, r.phase, r.arm): r.peak_mb for r in rows if r.peak_mb is not None}
+    found = []
+    for tokens in sorted({r.tokens for r in rows if r.phase == "train" and r.peak_mb is None}):
+
+        def took(phase: str, arm: str, dtype: str = "float32", n: int = tokens) -> float:
+            return seconds[n, phase, arm, dtype]
+
+        def ratio(phase: str, dtype: str) -> float:
+            ours = took("prepare", "gated_srp") + took(phase, "gated_srp", dtype)
+            return (took("prepare", "textbook") + took(phase, "textbook")) / ours
+
+        wanted = 20 if tokens < 49_152 else 25
+        found += [
+            Figure(
+                tokens, "prepare, textbook / ours", took("prepare", "textbook") / took("prepare", "gated_srp"), wanted
+            ),
+            Figure(tokens, "prepare + predict, float32", ratio("predict", "float32"), 2.5),
+            Figure(tokens, "prepare + predict, ours bf16", ratio("predict", "bfloat16"), 5),
+            Figure(tokens, "prepare + train, float32", ratio("train", "float32"), 1.7),
+            Figure(tokens, "prepare + train, ours bf16", ratio("train", "bfloat16"), 3),
+            Figure(
+                tokens, "Gated SRP / NA, predict", took("predict", "gated_srp") / took("predict", "na"), 1.05, False
+            ),
+            Figure(tokens, "Gated SRP / NA, train", took("train", "gated_srp") / took("train", "na"), 1.05, False),
+            Figure(
+                tokens,
+                "predict, share of the multiply rate",
+                predict_operations(tokens) / took("predict", "gated_srp") / rate,
+                0.8,
+            ),
+        ]
+        if (tokens, "train", "na") in peaks:
+            found += _memory_figures(tokens, {key[1:]: mb for key, mb in peaks.items() if key[0] == tokens})
+    return found
+
+
+def _memory_figures(tokens: int, peaks: dict[tuple[str, str], float]) -> list[Figure]:
+    added = (peaks["train", "gated_srp"] - peaks["train", "na"]) / 3  # gated blocks
+    tensor = tokens * 384 * 4 / 2**20
+    return [
+        Figure(
+            tokens,
+            "peak of train, ours / textbook",
+            peaks["train", "gated_srp"] / peaks["train", "textbook"],
+            0.6,
+            False,
+        ),
+        Figure(
+            tokens,
+            "peak of predict, ours / textbook",
+            peaks["predict", "gated_srp"] / peaks["predict", "textbook"],
+            0.6,
+            False,
+        ),
+        Figure(tokens, "a gated block adds to train, of an (L x C)", added / tensor, 0.3, False),
+    ]
+
+
+def full_figures(rows: list[Row]) -> list[Figure]:
+    """What only the long benchmark measures: growth of time per patch, the very long slide, the biopsy."""
+    grown = {row.tokens: row.seconds / row.tokens for row in rows if row.phase == "growth" and row.seconds}
+    small, large = min(grown), max(grown)
+    stream = next(row for row in rows if row.phase == "stream")
+    assert stream.peak_mb is not None
+    step = {row.arm: row.seconds for row in rows if (row.tokens, row.phase, row.dtype) == (512, "train", "float32")}
+    return [
+        Figure(large, f"time a patch, against {small:,} patches", grown[large] / grown[small], 1.15, False),
+        Figure(stream.tokens, "peak of prepare + predict, GB", stream.peak_mb / 1024, 20, False),
+        Figure(
+            512, "training steps a second, ours / textbook", (step["textbook"] or 0) / (step["gated_srp"] or 1), 1.3
+        ),
+    ]

@@ -1,0 +1,104 @@
+"""What is measured: the textbook and our arms on one generated slide."""
+
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_srp.errors import UserError
+from gated_srp.models import build_model
+from gated_srp.srp import PatchGraph
+
+IN_DIM, STRIDE = 1536, 512
+
+
+@dataclass(frozen=True)
+class Slide:
+    """A generated slide: 70 % of the cells of a square, in the column order that tools write."""
+
+    coords: Tensor
+    features: Tensor
+
+
+def make_coords(tokens: int) -> Tensor:
+    side = int((tokens / 0.7) ** 0.5) + 1
+    kept = torch.randperm(side * side, generator=torch.Generator().manual_seed(tokens))[:tokens].sort().values
+    return torch.stack([kept // side, kept % side], dim=1) * STRIDE
+
+
+def make_slide(tokens: int) -> Slide:
+    return Slide(make_coords(tokens), torch.randn(tokens, IN_DIM, generator=torch.Generator().manual_seed(tokens)))
+
+
+class Ours:
+    """Our model of an arm and what it prepares."""
+
+    def __init__(self, arm: str, slide: Slide) -> None:
+        self.slide = slide
+        self.model = build_model(arm, in_dim=IN_DIM, num_outputs=4, drop_path=0.0, seed=0)
+        self.prepared: PatchGraph | None = None
+
+    def prepare(self) -> None:
+        self.prepared = PatchGraph.from_coords(self.slide.coords, self.slide.features, stride=STRIDE)
+
+    def forward(self) -> Tensor:
+        assert self.prepared is not None
+        logits: Tensor = self.model(self.slide.features[None], self.prepared)[0]
+        return logits
+
+
+class Textbook:
+    """The plain model with the same weights."""
+
+    def __init__(self, slide: Slide) -> None:
+        self.slide, self.code = slide, load_textbook()
+        self.model = self.code.SlideModel(IN_DIM, 4)
+        self.model.load_state_dict(build_model("gated_srp", in_dim=IN_DIM, num_outputs=4, seed=0).state_dict())
+        self.prepared: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def prepare(self) -> None:
+        index, mask = self.code.neighbour_table(self.slide.coords, STRIDE)
+        self.prepared = index, mask, self.code.homogeneity(self.slide.features, index, mask)
+
+    def forward(self) -> Tensor:
+        logits: Tensor = self.model(self.slide.features, self.prepared)
+        return logits
+
+
+def load_textbook() -> ModuleType:
+    """benchmarks/textbook.py of the checkout; an installed package does not carry it."""
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "textbook.py"
+    if not path.is_file():
+        raise UserError(
+            "bench compares with benchmarks/textbook.py of a checkout, which is not here. Clone the repository and run: make bench"
+        )
+    spec = importlib.util.spec_from_file_location("textbook", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(arm: str, slide: Slide) -> Ours | Textbook:
+    return Textbook(slide) if arm == "textbook" else Ours(arm, slide)
+
+
+def run_phase(subject: Ours | Textbook, phase: str, dtype: str) -> None:
+    """prepare: graph and homogeneity; predict: forward; train: forward and backward."""
+    if phase == "prepare":
+        subject.prepare()
+        return
+    with torch.set_grad_enabled(phase == "train"), _precision(dtype):
+        logits = subject.forward()
+    if phase == "train":
+        subject.model.zero_grad()
+        torch.nn.functional.cross_entropy(logits.float(), torch.tensor(2)).backward()
+
+
+def _precision(dtype: str) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()

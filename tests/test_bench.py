@@ -1,0 +1,84 @@
+"""The benchmark measures what it says; its figures are plain ratios. Nothing here asserts a time."""
+
+import pytest
+import torch
+
+from gated_srp import bench
+from gated_srp.bench.figures import predict_operations
+from gated_srp.bench.measure import Row
+
+
+def test_both_subjects_compute_the_same_logits():
+    slide = bench.make_slide(60)
+    ours, textbook = bench.make("gated_srp", slide), bench.make("textbook", slide)
+    for subject in (ours, textbook):
+        subject.prepare()
+        bench.run_phase(subject, "train", "float32")
+    with torch.no_grad():
+        torch.testing.assert_close(ours.forward(), textbook.forward(), atol=1e-5, rtol=1e-4)
+    name = "blocks.0.attn.qkv.weight"
+    grads = [dict(s.model.named_parameters())[name].grad for s in (ours, textbook)]
+    torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-3)
+
+
+def test_rows_cover_every_phase_arm_and_precision():
+    rows = bench.time_arms(40, repeats=1)
+    assert {(r.phase, r.arm, r.dtype) for r in rows} == {
+        ("prepare", "textbook", "float32"),
+        ("prepare", "gated_srp", "float32"),
+        *((p, "textbook", "float32") for p in ("predict", "train")),
+        *((p, a, d) for p in ("predict", "train") for a in ("gated_srp", "na") for d in ("float32", "bfloat16")),
+    }
+    assert all(r.tokens == 40 and r.seconds > 0 for r in rows)
+
+
+@pytest.mark.parametrize("phase", ["train", "stream"])
+def test_a_peak_comes_from_a_process_of_its_own(phase):
+    row = bench.peak(300, phase, "gated_srp", "float32")
+    assert row.peak_mb > 1 and row.seconds > 0
+
+
+def test_figures_are_ratios_of_one_run():
+    def timed(phase, arm, dtype, seconds):
+        return Row(10_000, phase, arm, dtype, seconds=seconds)
+
+    rows = [
+        timed("prepare", "textbook", "float32", 4.0),
+        timed("prepare", "gated_srp", "float32", 0.1),
+        timed("predict", "textbook", "float32", 6.0),
+        timed("predict", "gated_srp", "float32", 2.4),
+        timed("predict", "gated_srp", "bfloat16", 0.9),
+        timed("predict", "na", "float32", 2.4),
+        timed("train", "textbook", "float32", 11.0),
+        timed("train", "gated_srp", "float32", 4.9),
+        timed("train", "gated_srp", "bfloat16", 2.9),
+        timed("train", "na", "float32", 4.0),
+        *(
+            Row(10_000, p, a, "float32", 1.0, mb)
+            for p, a, mb in (("train", "textbook", 1000.0), ("train", "na", 556.05))
+        ),
+        *(
+            Row(10_000, p, a, "float32", 1.0, mb)
+            for p, a, mb in (("train", "gated_srp", 600.0), ("predict", "na", 90.0))
+        ),
+        *(
+            Row(10_000, p, a, "float32", 1.0, mb)
+            for p, a, mb in (("predict", "textbook", 200.0), ("predict", "gated_srp", 100.0))
+        ),
+    ]
+    found = {f.name: (round(f.value, 2), f.holds) for f in bench.figures(rows, rate=1e11)}
+    assert found["prepare, textbook / ours"] == (40.0, True)
+    assert found["prepare + predict, float32"] == (4.0, True)
+    assert found["prepare + predict, ours bf16"] == (10.0, True)
+    assert found["prepare + train, float32"] == (3.0, True)
+    assert found["Gated SRP / NA, train"] == (1.23, False)
+    assert found["peak of train, ours / textbook"] == (0.6, True)
+    assert found["a gated block adds to train, of an (L x C)"] == (1.0, False)
+    assert found["predict, share of the multiply rate"][0] == round(predict_operations(10_000) / 2.4 / 1e11, 2)
+
+
+def test_operations_are_counted_from_the_layers():
+    rows, dim = 10_001, 384
+    linear = 2 * 10_000 * 1536 * dim + 3 * 2 * rows * dim * 12 * dim + 2 * rows * dim * 2 * dim
+    landmarks = 3 * 4 * 2 * rows * 64 * dim + 2 * 2 * rows * 64 * dim
+    assert predict_operations(10_000) == linear + landmarks
