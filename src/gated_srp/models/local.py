@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gated_srp.models.attention import DenseAttention, key_mask
 from gated_srp.srp import PatchGraph
-from gated_srp.srp.projection import chunks
+
+_CHUNK = 1024  # rows whose keys and values are gathered at once
 
 
 class LocalAttention(DenseAttention):
@@ -21,8 +22,8 @@ class LocalAttention(DenseAttention):
         rows = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]  # (R, H, D)
         table, meant = neighbour_table(graph)
         parts = []
-        for part in chunks(len(table)):
-            arguments = (rows[0][part], rows[1], rows[2], table[part], meant[part])
+        for q_part, *listed in zip(rows[0].split(_CHUNK), table.split(_CHUNK), meant.split(_CHUNK), strict=True):
+            arguments = (q_part, *rows[1:], *listed)
             # K + 1 keys and values a row: cheaper to gather twice than to keep.
             parts.append(
                 checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
