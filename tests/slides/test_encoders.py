@@ -1,0 +1,177 @@
+"""Encoders by name, from files, from the hub's classes in small, and from a plug-in."""
+
+import pytest
+import torch
+from images import mean_colour
+from safetensors.torch import save_file
+from torch import nn
+
+from gated_srp.data.encoders import known_widths
+from gated_srp.errors import UserError
+from gated_srp.slides import hub
+from gated_srp.slides.encoders import ENCODERS, Encoder, find_encoder
+
+
+def test_tile_sizes_are_the_papers_and_widths_those_of_the_alias_table():
+    assert {name: ENCODERS[name].tile for name in ("uni_v2", "medsiglip_448", "vit_b16")} == {
+        "uni_v2": 256,
+        "medsiglip_448": 448,
+        "vit_b16": 224,
+    }
+    for name, encoder in ENCODERS.items():
+        assert encoder.width in known_widths(name)
+        assert encoder.licence
+
+
+def test_preprocessing_resizes_crops_and_normalises():
+    spec = Encoder(
+        name="x",
+        tile=8,
+        width=3,
+        resize=8,
+        crop=4,
+        build=lambda w: nn.Identity(),
+        licence="",
+        normalisation=((0.5, 0.25, 0.0), (0.5, 1.0, 2.0)),
+    )
+    tiles = torch.arange(8 * 8 * 3, dtype=torch.uint8).view(1, 8, 8, 3)
+    ready = spec.load().preprocess(tiles)
+    middle = tiles[0, 2:6, 2:6].float() / 255
+    wanted = torch.stack([(middle[..., 0] - 0.5) / 0.5, middle[..., 1] - 0.25, middle[..., 2] / 2])
+    assert torch.allclose(ready[0], wanted, atol=1e-6)
+    flat = torch.full((1, 32, 32, 3), 51, dtype=torch.uint8)  # resizing keeps a flat image flat
+    assert torch.allclose(spec.load().preprocess(flat)[0, 1], torch.full((4, 4), 0.2 - 0.25), atol=1e-5)
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'uni_v2'"):
+        find_encoder("uni_v22")
+
+
+def test_a_plug_in_is_a_function_that_returns_an_encoder():
+    assert find_encoder("images:mean_colour").name == mean_colour().name
+    for name, why in (
+        ("images:nothing", "cannot be made"),
+        ("no_such_module:x", "cannot be made"),
+        ("images:not_an_encoder", "gave int"),
+    ):
+        with pytest.raises(UserError, match=why):
+            find_encoder(name)
+
+
+def test_a_plug_in_of_the_wrong_width_is_told_so():
+    spec = Encoder(name="x", tile=8, width=5, resize=8, build=lambda w: nn.Flatten(), licence="")
+    with pytest.raises(UserError, match=r"shape \(2, 192\), expected \(2, 5\)"):
+        spec.load()(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_weights_come_from_a_file_and_extra_ones_are_left_out(tmp_path, ending):
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    state = {**source.state_dict(), "head.weight": torch.zeros(1)}
+    path = tmp_path / f"w.{ending}"
+    save_file(state, path) if ending == "safetensors" else torch.save(state, path)
+    hub.load_weights(target, path)
+    assert torch.equal(target.weight, source.weight)
+
+
+class Payload:
+    def __reduce__(self):
+        return print, ("this must never run",)
+
+
+def test_wrong_broken_and_pickled_weights_are_refused(tmp_path, capsys):
+    torch.save({"weight": torch.zeros(2, 3)}, tmp_path / "lacks.pt")
+    torch.save({"weight": torch.zeros(5, 3), "bias": torch.zeros(2)}, tmp_path / "other.pt")
+    torch.save(Payload(), tmp_path / "evil.pt")
+    (tmp_path / "broken.safetensors").write_bytes(b"x" * 20)
+    for name, why in (
+        ("lacks.pt", "lacks 1 of 2"),
+        ("other.pt", "1 weights of another size"),
+        ("evil.pt", "not a readable weight file"),
+        ("broken.safetensors", "not a readable weight file"),
+    ):
+        with pytest.raises(UserError, match=why):
+            hub.load_weights(nn.Linear(3, 2), tmp_path / name)
+    assert "never run" not in capsys.readouterr().out
+
+
+def _tiny(kind):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    if kind == "Dinov2Model":
+        return transformers.Dinov2Model(transformers.Dinov2Config(**sizes))
+    sizes["intermediate_size"] = 24
+    config = (transformers.ViTConfig if kind == "ViTModel" else transformers.SiglipVisionConfig)(**sizes)
+    return (
+        transformers.ViTModel(config, add_pooling_layer=False)
+        if kind == "ViTModel"
+        else transformers.SiglipVisionModel(config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "take"),
+    [
+        (hub.phikon_v2, "Dinov2Model", lambda out: out.last_hidden_state[:, 0]),
+        (hub.vit_b16, "ViTModel", lambda out: out.last_hidden_state[:, 0]),
+        (hub.medsiglip_448, "SiglipVisionModel", lambda out: out.pooler_output),
+    ],
+)
+def test_encoders_of_transformers_load_from_a_folder_and_give_the_token_they_should(tmp_path, build, kind, take):
+    torch.manual_seed(0)
+    model = _tiny(kind).eval()
+    model.save_pretrained(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    for weights in (tmp_path, tmp_path / "model.safetensors"):
+        made = build(weights).eval()
+        with torch.no_grad():
+            assert torch.allclose(made(images), take(model(pixel_values=images)), atol=1e-6)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config\.json and model\.safetensors"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["uni_v1", "uni_v2", "gigapath", "virchow2"])
+def test_encoders_of_timm_are_built_and_pooled_in_small(tmp_path, monkeypatch, name):
+    timm = pytest.importorskip("timm", reason="timm is not installed (it brings torchvision)")
+    create, made = timm.create_model, []
+
+    def small(architecture, **settings):
+        settings |= {"embed_dim": 32, "depth": 1, "num_heads": 2, "img_size": 28 if "patch14" in architecture else 32}
+        settings["img_size"] = 2 * settings.get("patch_size", 16 if "patch16" in architecture else 14)
+        made.append(create(architecture, **settings))
+        torch.save(made[-1].state_dict(), tmp_path / "w.bin")
+        return made[-1]
+
+    monkeypatch.setattr(timm, "create_model", small)
+    small_model = getattr(hub, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "download", lambda repository: tmp_path / "w.bin")
+        model = small_model(None).eval()
+    side = made[0].patch_embed.img_size[0]
+    with torch.no_grad():
+        features = model(torch.randn(2, 3, side, side))
+    assert features.shape == (2, 64 if name == "virchow2" else 32)
+    if name == "virchow2":
+        with torch.no_grad():
+            tokens = made[0].forward_features(images := torch.randn(2, 3, side, side))
+            assert torch.allclose(model(images)[:, 32:], tokens[:, -4:].mean(1), atol=1e-6)
+
+
+def test_without_access_the_message_says_how_to_get_it(monkeypatch):
+    library = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+
+    def refuse(repository, name):
+        raise OSError("403 gated repo")
+
+    monkeypatch.setattr(library, "hf_hub_download", refuse)
+    with pytest.raises(
+        UserError, match=r"ask for access on https://huggingface.co/MahmoodLab/UNI2-h.*hf auth login.*--weights"
+    ):
+        hub.download("MahmoodLab/UNI2-h")
+
+
+def test_weights_that_are_nowhere_are_named(tmp_path):
+    with pytest.raises(UserError, match="no such weight file"):
+        hub.efficientnet_lite0(tmp_path / "none.pth")
