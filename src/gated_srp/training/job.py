@@ -209,7 +209,7 @@ def _prepare(
     if begun:
         saved = run.read_json("environment.json")
         torch.set_num_threads(saved.get("threads", torch.get_num_threads()))
-        _refuse_other_split(run, material, saved.get("split_hash"))
+        _refuse_other_slides(run, material, saved.get("slides_hash"))
         training.restore(load_checkpoint(run.state))
         at = f"epoch {training.progress.epoch + 1}, bag {training.progress.bags}"
         keeper.report.say(f"{run.path}: goes on at {at}")
@@ -217,7 +217,7 @@ def _prepare(
         run.write_settings(job.settings)
         write_split(material.split, run.path / "split.csv")
         facts = environment(device=str(fabric.device), devices=job.devices, precision=precision, init=job.init)
-        run.write_json("environment.json", facts | {"split_hash": material.split.hash})
+        run.write_json("environment.json", facts | {"slides_hash": material.hash})
         save_checkpoint(training.checkpoint(), run.state)  # from here on the run is begun
         count = sum(p.numel() for p in model.parameters())
         keeper.report.say(f"{run.path}: {job.arm}, {count:,} parameters, {fabric.device}, precision {precision}")
@@ -236,11 +236,11 @@ def _width(material: Material) -> int:
     raise error or UserError("no training slide")
 
 
-def _refuse_other_split(run: RunFolder, material: Material, recorded: str | None) -> None:
-    if material.split.hash != recorded:
+def _refuse_other_slides(run: RunFolder, material: Material, recorded: str | None) -> None:
+    if material.hash != recorded:
         raise UserError(
-            f"{run.path}: was begun with another split than the table and settings now give ({material.split.source}). "
-            "Restore the table, choose another `out`, or remove the folder."
+            f"{run.path}: was begun with other slides, labels or parts than the table, the split and the files now give. "
+            "Restore them, choose another `out`, or remove the folder."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,12 @@ class Material:
     bags: SlideDataset
     score: Level  # what selects and is reported: slides, or cases
     notes: tuple[str, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """Over who is in which part with which label: a run may only go on with what it began with."""
+        rows = self.slides[["slide", "case", *self.task.truth, "part"]].to_csv(index=False)
+        return hashlib.sha256(rows.encode()).hexdigest()
 
     def rows(self, part: str) -> list[int]:
         """Bags of train, val or test."""

@@ -1,0 +1,164 @@
+"""A run that was ended in any way goes on, and ends with the bits of a run never ended."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toy_cohorts import open_config, write_cohort
+
+from gated_srp.errors import UserError
+from gated_srp.training import Interrupted, train_run
+from gated_srp.training import checkpoint as checkpoint_module
+from gated_srp.training.checkpoint import load_checkpoint
+from gated_srp.training.keeper import Keeper
+
+KILLS = int(os.environ.get("GATED_SRP_KILLS", "2"))
+RESULTS = (
+    *("metrics.json", "history.csv", "gates.csv", "split.csv", "model.safetensors"),
+    *(f"predictions_{part}_{level}.csv" for part in ("val", "test") for level in ("slide", "case")),
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The YAML of a cohort and the results of a run on it that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("reference")
+    yaml = write_cohort(folder, train={"epochs": 4, "accumulation": 3, "workers": 1}, cache="cache")
+    return yaml, results(train_run(open_config(yaml), arm="gated_srp", seed=42, quiet=True))
+
+
+def results(run: Path) -> dict[str, bytes]:
+    return {name: (run / name).read_bytes() for name in RESULTS}
+
+
+def start(yaml: Path, out: Path, *more: str) -> subprocess.Popen:
+    command = [sys.executable, str(Path(__file__).with_name("child_run.py")), str(yaml), str(out), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_states(child: subprocess.Popen, state: Path, changes: int) -> None:
+    """Until the state was written so many times, or the child ended."""
+    seen, last, deadline = 0, None, time.monotonic() + 120
+    while seen < changes and child.poll() is None and time.monotonic() < deadline:
+        try:
+            now = state.stat().st_mtime_ns
+        except FileNotFoundError:
+            now = None
+        seen += now is not None and now != last
+        last = now
+        time.sleep(0.001)
+
+
+def test_killed_at_random_moments_a_run_ends_with_the_same_bits(reference, tmp_path):
+    yaml, expected = reference
+    draw, killed, tries = random.Random(KILLS), 0, 0
+    while killed < KILLS:
+        tries += 1
+        out, over = tmp_path / str(tries), False
+        while killed < KILLS and not over:
+            child = start(yaml, out, "0")
+            wait_for_states(child, out / "toy/gated_srp/seed42/state.pt", draw.randint(1, 6))
+            time.sleep(draw.random() * 0.05)
+            child.kill()
+            said = child.communicate()[0]
+            assert child.returncode in (-signal.SIGKILL, 0), said
+            over = child.returncode == 0
+            killed += not over
+        run = train_run(open_config(yaml, out=str(out)), arm="gated_srp", seed=42, quiet=True)
+        assert results(run) == expected
+        assert not [path.name for path in run.iterdir() if "part" in path.name or path.name == "state.pt"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_asked_to_stop_saves_inside_an_epoch_and_says_how_to_go_on(reference, tmp_path, how):
+    yaml, expected = reference
+    state = tmp_path / "toy/gated_srp/seed42/state.pt"
+    child = start(yaml, tmp_path, "0", "0.05")
+    wait_for_states(child, state, 3)
+    child.send_signal(how)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 130, said
+    assert "stopped and saved. Start the same command again to go on." in said
+    progress = load_checkpoint(state).progress
+    assert progress.step >= 2 and progress.bags % 3 == 0
+    run = train_run(open_config(yaml, out=str(tmp_path)), arm="gated_srp", seed=42, quiet=True)
+    assert results(run) == expected
+
+
+class Stopped(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["bag", "window", "epoch"])
+def test_an_error_at_any_moment_keeps_what_was_learnt(reference, tmp_path, monkeypatch, moment):
+    yaml, expected = reference
+    calls = {"bag": 23, "window": 9, "epoch": 2}[moment]
+    plain = getattr(Keeper, moment)
+
+    def fails(self, what):
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise Stopped
+        plain(self, what)
+
+    config = open_config(yaml, out=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, moment, fails)
+        with pytest.raises(Stopped):
+            train_run(config, arm="gated_srp", seed=42, quiet=True)
+    progress = load_checkpoint(tmp_path / "toy/gated_srp/seed42/state.pt").progress
+    assert (progress.epoch, progress.bags) == {"bag": (1, 0), "window": (1, 9), "epoch": (2, 0)}[moment]
+    assert results(train_run(config, arm="gated_srp", seed=42, quiet=True)) == expected
+
+
+def test_a_full_disk_loses_nothing_that_was_saved(reference, tmp_path, monkeypatch):
+    yaml, expected = reference
+    config, writes = open_config(yaml, out=str(tmp_path)), 0
+
+    def full(descriptor):
+        nonlocal writes
+        writes += 1
+        if writes > 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module.os, "fsync", full)
+        with pytest.raises(UserError, match=r"No space left on device.*free some space"):
+            train_run(config, arm="gated_srp", seed=42, save_every=0, quiet=True)
+    run = tmp_path / "toy/gated_srp/seed42"
+    assert load_checkpoint(run / "state.pt").progress.step > 1
+    assert not list(run.glob("*.part"))
+    assert results(train_run(config, arm="gated_srp", seed=42, quiet=True)) == expected
+
+
+def test_a_changed_table_or_other_start_weights_are_refused(reference, tmp_path, monkeypatch, finished):
+    yaml, _ = reference
+    config = open_config(yaml, out=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "window", lambda self, training: (_ for _ in ()).throw(Interrupted("later")))
+        with pytest.raises(Interrupted):
+            train_run(config, arm="gated_srp", seed=42, quiet=True)
+    with pytest.raises(UserError, match="was begun from fresh weights, not from"):
+        train_run(config, arm="gated_srp", seed=42, init=finished / "model.safetensors", quiet=True)
+    table = yaml.parent / "table.csv"
+    text = table.read_text()
+    try:
+        for changed in ("\n".join(text.splitlines()[:-2]), text.replace("s001,p001,tumour", "s001,p001,benign")):
+            table.write_text(changed + "\n")
+            with pytest.raises(UserError, match="begun with other slides, labels or parts"):
+                train_run(config, arm="gated_srp", seed=42, quiet=True)
+    finally:
+        table.write_text(text)
+
+
+def test_a_state_that_cannot_be_read_is_told(tmp_path):
+    (tmp_path / "state.pt").write_bytes(b"half a state")
+    with pytest.raises(UserError, match="the saved state cannot be read"):
+        load_checkpoint(tmp_path / "state.pt")
