@@ -20,6 +20,7 @@ from gated_srp.study.matrix import Cell, distinct
 
 State = Literal["waiting", "running", "finished", "failed"]
 TRIES = 2
+COMMAND = (sys.executable, "-m", "gated_srp.study.cell")  # given a cell's `spec` as a line; ends when its input closes
 _POLL = 0.1  # seconds
 _GRACE = 60.0  # seconds that cells have to save their state when the study is stopped
 _SPARE = 0.8  # share of the free memory that cells may take together
@@ -78,15 +79,16 @@ def local_slots(cells: int, need: float) -> tuple[Slot, ...]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = min(cells, cores)
     if torch.cuda.is_available():
         sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-        rooms = [max(1, int(_SPARE * size // need)) for size in sizes]
+        rooms = [max(1, min(most, int(_SPARE * size // need))) for size in sizes]
         # The first place on every device before the second on any.
         devices = [number for layer in range(max(rooms)) for number, room in enumerate(rooms) if layer < room]
         places: Sequence[int | None] = devices
     else:
-        places = [None] * max(1, int(_SPARE * free_memory() // need))
-    count = max(1, min(cells, cores, len(places)))
+        places = [None] * max(1, min(most, int(_SPARE * free_memory() // need)))
+    count = max(1, min(most, len(places)))
     return tuple(Slot(max(1, cores // count), device) for device in places[:count])
 
 
@@ -102,7 +104,9 @@ def free_memory() -> float:
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def run_local(board: Board, slots: Sequence[Slot], *, tick: Callable[[], None] = lambda: None) -> None:
+def run_local(
+    board: Board, slots: Sequence[Slot], *, tick: Callable[[], None] = lambda: None, command: Sequence[str] = COMMAND
+) -> None:
     """Run all waiting cells; a failed one is tried once more, after the others, and then stays failed while the rest goes on.
 
     ``tick`` is called several times a second. Stopped by an exception (Ctrl-C), the cells save their states first.
@@ -113,7 +117,7 @@ def run_local(board: Board, slots: Sequence[Slot], *, tick: Callable[[], None] =
             while queue and free:
                 cell = queue.popleft()
                 board[cell].tries += 1
-                running.append(_Process.start(cell, free.popleft()))
+                running.append(_Process.start(cell, free.popleft(), command))
                 board.set(cell, "running")
             tick()
             time.sleep(_POLL)
@@ -152,10 +156,10 @@ class _Process:
     started: float
 
     @classmethod
-    def start(cls, cell: Cell, slot: Slot) -> _Process:
+    def start(cls, cell: Cell, slot: Slot, command: Sequence[str]) -> _Process:
         output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed when it ends
         process = subprocess.Popen(
-            [sys.executable, "-m", "gated_srp.study.cell"],
+            command,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

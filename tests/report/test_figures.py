@@ -1,0 +1,93 @@
+"""Figures carry their labels and their numbers; what they look like was judged by eye."""
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_curve
+from study.study_cells import cells, finish
+
+from gated_srp.report.curves import macro_curve, precision_recall, roc
+from gated_srp.report.figures import draw_signed_gate, draw_trajectories, read_gates
+from gated_srp.report.study import write_comparison
+from gated_srp.study.collect import collect, compare_cells, predictions
+
+
+@pytest.fixture
+def done(tmp_path):
+    found = cells(tmp_path, seeds=(42, 43, 44))
+    for place, cell in enumerate(found):
+        finish(cell, gates=(0.1, 0.2 + place / 10) if cell.arm == "gated_srp" else (), macro_f1=0.5 + place / 50)
+    return found
+
+
+def test_a_comparison_is_one_folder_and_quick_is_said_everywhere(done, tmp_path):
+    results = collect(done)
+    comparison = compare_cells(done, results, "na", repeats=5, notes=("QUICK: 2 of 10 epochs",))
+    folder = tmp_path / "comparison"
+    written = write_comparison(folder, done, results, comparison, title="toy", mark="QUICK: 2 of 10 epochs")
+    names = {path.relative_to(folder).as_posix() for path in written}
+    assert {
+        "results.csv",
+        "comparison.json",
+        "table.md",
+        "table.tex",
+        "table.csv",
+        "table_std.tex",
+        "README.md",
+    } <= names
+    figures = ("paired", "trajectories", "regimes", "roc_toy", "reliability_toy")
+    assert {f"figures/{name}.{ending}" for name in figures for ending in ("svg", "png")} <= names
+    for path in written:
+        if path.suffix in (".svg", ".md", ".tex", ".json") or path.name == "results.csv":
+            assert "QUICK" in path.read_text(), path
+    assert all("gates.csv" not in name for name in names)
+
+
+def test_each_figure_says_what_it_shows(done, tmp_path):
+    write_comparison(
+        tmp_path / "c", done, results := collect(done), compare_cells(done, results, "na", repeats=0), title="toy"
+    )
+    words = {
+        "paired": ("toy, F1: every seed", "seed 42", "Gated SRP", "difference in F1", "difference to NA"),
+        "trajectories": ("layer 1", "epoch", "effective β", "toy (3 seeds)"),
+        "regimes": ("removes (0.5 to 1.5)", "share of heads and patches", "β +0.5"),
+        "roc_toy": ("false positive rate", "recall", "precision", "NA", "Gated SRP"),
+        "reliability_toy": ("confidence", "accuracy"),
+    }
+    for name, labels in words.items():
+        text = (tmp_path / "c" / "figures" / f"{name}.svg").read_text()
+        assert [label for label in labels if label not in text] == [], name
+
+
+def test_the_signed_gates_geometry_names_its_regimes(tmp_path):
+    text = draw_signed_gate(tmp_path / "gate")[0].read_text()
+    assert all(word in text for word in ("β = 1, projected", "β = 2, reflected", "amplified", "gate logit g", "start"))
+
+
+def test_runs_without_gates_have_no_trajectories(tmp_path):
+    cell = cells(tmp_path)[0]
+    finish(cell)
+    assert read_gates([cell.key]) is None
+    assert draw_trajectories({"toy": [cell.key]}, tmp_path / "t", title="NA") == []
+
+
+def test_the_same_runs_give_the_same_picture(done, tmp_path):
+    runs = {"toy": [cell.key for cell in done if cell.arm == "gated_srp"]}
+    first = draw_trajectories(runs, tmp_path / "a", title="x")[0].read_bytes()
+    assert first == draw_trajectories(runs, tmp_path / "b", title="x")[0].read_bytes()
+
+
+def test_roc_is_that_of_scikit_learn_with_ties():
+    rng = np.random.default_rng(0)
+    score, positive = rng.integers(0, 8, 60) / 8, rng.random(60) < 0.4
+    false, true, _ = roc_curve(positive, score, drop_intermediate=False)
+    np.testing.assert_allclose(roc(score, positive), np.interp(np.linspace(0, 1, 101), false, true))
+
+
+def test_precision_at_each_recall_by_hand():
+    curve = precision_recall(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, False, True, False]))
+    assert curve[[10, 50, 51, 100]].round(4).tolist() == [1.0, 1.0, 0.6667, 0.6667]
+
+
+def test_a_macro_curve_is_the_mean_over_classes(done):
+    table = predictions(done[0])  # a: 0.9, 0.4 against 0.2, 0.3; b the mirror: both perfectly ordered
+    assert macro_curve(table, roc).tolist() == [1.0] * 101

@@ -1,0 +1,55 @@
+"""From finished folders to a comparison."""
+
+import pytest
+from study.study_cells import cells, finish
+
+from gated_srp.errors import UserError
+from gated_srp.study.collect import collect, compare_cells, shown_metrics, split_ratio
+
+
+def test_results_are_the_test_metrics_of_finished_cells(tmp_path):
+    found = cells(tmp_path)
+    finish(found[0], macro_f1=0.5, macro_auc=None)
+    finish(found[3], macro_f1=0.75)
+    rows = collect(found)
+    assert rows.fillna("?").to_numpy().tolist() == [
+        ["toy", "na", "42", "macro_f1", 0.5],
+        ["toy", "na", "42", "macro_auc", "?"],
+        ["toy", "gated_srp", "43", "macro_f1", 0.75],
+    ]
+
+
+def test_only_what_the_paper_shows_is_compared_and_an_undefined_value_is_left_out(tmp_path):
+    found = cells(tmp_path)
+    for place, cell in enumerate(found):
+        finish(cell, macro_f1=0.5 + place / 10, brier=0.1, macro_auc=None)
+    compared = compare_cells(found, collect(found), "na", repeats=3)
+    assert [(cell.metric, round(cell.test.mean, 4)) for cell in compared.cohorts] == [("macro_f1", 0.1)]
+    assert compared.cohorts[0].bootstrap is not None
+    assert compared.cohorts[0].bootstrap.difference == 0.0  # the predictions are the same
+
+
+def test_the_selecting_metric_is_shown_too(tmp_path):
+    assert shown_metrics(cells(tmp_path, metric="quadratic_kappa")[0])[0] == "quadratic_kappa"
+    assert shown_metrics(cells(tmp_path, task="survival", metric="c_index")[0]) == ("c_index",)
+
+
+def test_the_ratio_of_test_to_training_comes_from_the_splits(tmp_path):
+    found = cells(tmp_path)
+    assert round(split_ratio(found), 4) == 0.2857
+    finish(found[0])
+    assert round(split_ratio(found), 4) == round(2 / 7, 4)
+
+
+def test_nothing_finished_is_said(tmp_path):
+    found = cells(tmp_path)
+    with pytest.raises(UserError, match="no cell is finished"):
+        compare_cells(found, collect(found), "na")
+
+
+def test_unpaired_splits_stop_the_collection(tmp_path):
+    found = cells(tmp_path)
+    finish(found[0], split="one")
+    finish(found[1], split="two")
+    with pytest.raises(UserError, match="different splits"):
+        collect(found)

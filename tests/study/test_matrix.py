@@ -1,0 +1,91 @@
+"""Cells: where they live, what they share, and when they are no pair."""
+
+import json
+
+import pytest
+from study.study_cells import cells, config, finish
+
+from gated_srp.errors import UserError
+from gated_srp.study.matrix import Cell, Row, distinct, plan, quick_version, refuse_mismatches, refuse_unpaired
+
+
+def test_a_cell_lives_where_train_writes(tmp_path):
+    assert [cell.key.relative_to(tmp_path).as_posix() for cell in cells(tmp_path)] == [
+        "toy/na/seed42",
+        "toy/gated_srp/seed42",
+        "toy/na/seed43",
+        "toy/gated_srp/seed43",
+    ]
+
+
+def test_folds_are_cells_of_their_own(tmp_path):
+    found = cells(tmp_path, ("na",), (42,), folds={"number": 3})
+    assert [cell.unit for cell in found] == ["42_fold0", "42_fold1", "42_fold2"]
+    assert found[2].key == tmp_path / "toy" / "na" / "seed42_fold2"
+
+
+def test_only_settings_that_differ_make_a_variant(tmp_path):
+    untuned = {"model.delta": 1.0, "model.hidden_dim": 64}  # what a cohort without a preset has anyway
+    rows = [
+        Row.of("gated_srp"),
+        Row("untuned", "gated_srp", untuned),
+        Row("wide", "gated_srp", untuned | {"window": 5}),
+    ]
+    found = plan(config(tmp_path), rows, [42])
+    assert found[0].key == found[1].key
+    assert found[2].key == tmp_path / "variants" / "window=5" / "toy" / "gated_srp" / "seed42"
+    assert found[2].config.window == 5
+    assert [cell.row for cell in distinct(found)] == ["gated_srp", "wide"]
+
+
+def test_a_row_may_change_single_seeds(tmp_path):
+    row = Row("tuned", "gated_srp", by_unit={"43": {"model.delta": 2.0}})
+    first, second = plan(config(tmp_path), [row], [42, 43])
+    assert (first.config.gate().delta, second.config.gate().delta) == (1.0, 2.0)
+    assert second.key.relative_to(tmp_path).parts[:2] == ("variants", "model.delta=2.0")
+
+
+def test_a_cell_survives_the_way_to_another_process(tmp_path):
+    cell = cells(tmp_path, window=5, features=["feats"])[0]
+    again = Cell.from_spec(json.loads(json.dumps(cell.spec())))
+    assert again == cell
+    assert again.settings == cell.settings
+
+
+def test_an_unknown_arm_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(UserError, match=r"'gated_spr' is not known.*'gated_srp'"):
+        cells(tmp_path, ("gated_spr",))
+
+
+def test_quick_is_the_same_cut_for_all_in_a_folder_of_its_own(tmp_path):
+    small, seeds, mark = quick_version(config(tmp_path), (1, 2, 3, 4, 5))
+    assert (small.train.epochs, seeds, small.out) == (2, (1, 2, 3), tmp_path / "quick")
+    assert mark.startswith("QUICK: 2 of 10 epochs, 3 of 5 seeds")
+
+
+def test_cells_of_one_seed_on_different_splits_are_refused(tmp_path):
+    found = cells(tmp_path)
+    for cell, split in zip(found, ("one", "one", "two", "other"), strict=True):
+        finish(cell, split=split)
+    with pytest.raises(UserError, match=r"seed43 and .*different splits \(other, two\)"):
+        refuse_unpaired(found)
+    refuse_unpaired(found[:2])
+
+
+def test_a_cell_of_another_split_than_the_table_now_gives_is_refused(tmp_path):
+    class Data:
+        def split(self, seed, fold):
+            return type("Split", (), {"hash": f"split of {seed}"})
+
+    found = cells(tmp_path)
+    finish(found[0], split="split of 42")
+    refuse_mismatches(found, {"toy": Data()})
+    finish(found[3], split="split of 42")
+    with pytest.raises(UserError, match="seed43: was trained on another split"):
+        refuse_mismatches(found, {"toy": Data()})
+
+
+def test_a_cell_of_other_settings_is_refused(tmp_path):
+    finish(cells(tmp_path)[0])
+    with pytest.raises(UserError, match=r"train\.epochs 10, asked 3"):
+        refuse_mismatches(cells(tmp_path, train={"epochs": 3, "lr": 1e-4, "weight_decay": 0.0, "accumulation": 1}), {})
