@@ -5,6 +5,7 @@ Shapes: M members, B slides, K outputs.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from gated_srp.training.start import accelerator, choose_precision
 
 Progress = Callable[[int], Callable[[object], None]]
 _PLAIN = Preparation()
+_MOST = 10  # kinds of warnings that are told
 
 
 def no_progress(total: int) -> Callable[[object], None]:
@@ -212,7 +214,7 @@ class _Gathered:
         farthest = float(np.fmax.reduce([before, *far]))  # by the member that finds it farthest
         self.about[row] = bag.num_patches, farthest, unlike or any(one.unlike(mean) for one in known)
         for warning in bag.warnings:
-            self.warnings[warning.split(":")[0]].append(f"{bag.slide}: {warning}")
+            self.warnings[re.sub(r"[\d.,]+", "#", warning)].append(f"{bag.slide}: {warning}")
 
     def outputs(self, members: Sequence[Member]) -> Outputs:
         rows = [row for row in range(len(self.slides)) if row not in self.problems]
@@ -246,12 +248,10 @@ def _none_left(skipped: pd.DataFrame) -> UserError:
 
 
 def _notes(members: Sequence[Member], warnings: dict[str, list[str]]) -> tuple[str, ...]:
-    """What a person should know, each kind of warning once."""
-    notes = [
-        f"{texts[0]}" + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "")
-        for kind, texts in warnings.items()
-        if kind != "cap"  # as in training
-    ]
+    """What a person should know, warnings that differ in numbers alone once."""
+    told = [texts for kind, texts in warnings.items() if not kind.startswith("cap:")]  # which is as in training
+    notes = [texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "") for texts in told]
+    notes = notes[:_MOST] + ([f"and {len(notes) - _MOST} warnings of other kinds"] if len(notes) > _MOST else [])
     if members[0].encoder is None:
         notes.append("the model's card names no encoder, so only the width of the features could be compared")
     if any(member.features is None for member in members):
