@@ -23,6 +23,7 @@ RESULTS = (
     *("metrics.json", "history.csv", "gates.csv", "split.csv", "model.safetensors"),
     *(f"predictions_{part}_{level}.csv" for part in ("val", "test") for level in ("slide", "case")),
 )
+FILES = {*RESULTS, "config.yaml", "environment.json", "log.txt", ".lock"}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def results(run: Path) -> dict[str, bytes]:
     return {name: (run / name).read_bytes() for name in RESULTS}
 
 
-def start(yaml: Path, out: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, str(Path(__file__).with_name("child_run.py")), str(yaml), str(out), *more]
+def start(yaml: Path, out: Path) -> subprocess.Popen:
+    command = [sys.executable, str(Path(__file__).with_name("child_run.py")), str(yaml), str(out)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -62,7 +63,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(reference, tmp_p
         tries += 1
         out, over = tmp_path / str(tries), False
         while killed < KILLS and not over:
-            child = start(yaml, out, "0")
+            child = start(yaml, out)
             wait_for_states(child, out / "toy/gated_srp/seed42/state.pt", draw.randint(1, 6))
             time.sleep(draw.random() * 0.05)
             child.kill()
@@ -72,23 +73,29 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(reference, tmp_p
             killed += not over
         run = train_run(open_config(yaml, out=str(out)), arm="gated_srp", seed=42, quiet=True)
         assert results(run) == expected
-        assert not [path.name for path in run.iterdir() if "part" in path.name or path.name == "state.pt"]
+        assert {path.name for path in run.iterdir()} == FILES
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_asked_to_stop_saves_inside_an_epoch_and_says_how_to_go_on(reference, tmp_path, how):
+def test_a_run_asked_to_stop_saves_inside_an_epoch_and_says_how_to_go_on(reference, tmp_path, monkeypatch, how):
     yaml, expected = reference
-    state = tmp_path / "toy/gated_srp/seed42/state.pt"
-    child = start(yaml, tmp_path, "0", "0.05")
-    wait_for_states(child, state, 3)
-    child.send_signal(how)
-    said, _ = child.communicate(timeout=120)
-    assert child.returncode == 130, said
-    assert "stopped and saved. Start the same command again to go on." in said
-    progress = load_checkpoint(state).progress
-    assert progress.step >= 2 and progress.bags % 3 == 0
-    run = train_run(open_config(yaml, out=str(tmp_path)), arm="gated_srp", seed=42, quiet=True)
-    assert results(run) == expected
+    config, bags, bag = open_config(yaml, out=str(tmp_path)), [], Keeper.bag
+
+    def signalled(self, seen):
+        bags.append(seen.slide)
+        if len(bags) == 5:  # the second of a window of three
+            os.kill(os.getpid(), how)
+        bag(self, seen)
+
+    before = signal.getsignal(how)
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "bag", signalled)
+        with pytest.raises(Interrupted, match=r"stopped and saved\. Start the same command again to go on\."):
+            train_run(config, arm="gated_srp", seed=42, quiet=True)
+    assert len(bags) <= 6 and signal.getsignal(how) is before
+    progress = load_checkpoint(tmp_path / "toy/gated_srp/seed42/state.pt").progress
+    assert (progress.step, progress.bags) == (1, 3)
+    assert results(train_run(config, arm="gated_srp", seed=42, quiet=True)) == expected
 
 
 class Stopped(RuntimeError):

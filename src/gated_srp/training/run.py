@@ -65,8 +65,6 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nobody else may take the folder meanwhile; the system frees it when this process ends, however it ends."""
-        import fcntl
-
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -74,15 +72,24 @@ class RunFolder:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}). Choose another `out`.") from None
         _held.add(descriptor)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(descriptor)
             yield
+        finally:
+            _held.discard(descriptor)
+            os.close(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"{self.path}: another process is training this run. Wait for it, or stop it; this one changed nothing."
             ) from None
-        finally:
-            _held.discard(descriptor)
-            os.close(descriptor)
+        for draft in self.path.glob(".*.*"):  # of a process that was killed while it wrote
+            if draft.is_file():
+                draft.unlink(missing_ok=True)
 
     def refuse_other_settings(self, settings: Mapping[str, Any]) -> None:
         """What is in the folder must have been made, or begun, with these settings."""
