@@ -36,7 +36,7 @@ del SURVIVAL["classes"]
 def model_file(path: Path, seed: int = 0, *, width: int = WIDTH, **card: object) -> Path:
     """A model that was never trained, under a card of our choice."""
     card = CARD | card
-    outputs = len(card["classes"]) if card["task"] == "classification" else 4
+    outputs = 4 if card["task"] == "survival" else len(card["classes"])
     model = build_model("gated_srp", in_dim=width, num_outputs=outputs, seed=seed, **SMALL)
     with torch.no_grad():
         model.head.weight.normal_(std=2.0, generator=torch.Generator().manual_seed(seed))
