@@ -18,6 +18,8 @@ def bf16_environment() -> dict[str, str]:
     Some virtual machines announce AMX but hide the processor leaf that describes its tiles; oneDNN then configures none and the
     first bf16 product ends the process with an illegal instruction. The probe runs in a process of its own, once.
     """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:  # somebody has decided already
+        return {}
     for extra in ({}, _WITHOUT_AMX):
         probe = subprocess.run(
             [sys.executable, "-c", _PROBE], env={**os.environ, **extra}, capture_output=True, check=False
