@@ -1,0 +1,137 @@
+"""`gated-srp init`: what can be seen is set, doubt is a choice in a comment, and nothing is written over."""
+
+import pandas as pd
+import pytest
+import yaml
+from factories import make_slide, write_atlaspatch, write_trident
+from typer.testing import CliRunner
+
+from gated_srp.cli.first import init
+from gated_srp.data import load_config, open_cohort
+from gated_srp.errors import UserError
+from gated_srp.init import draft_cohort, write_cohort
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    for i in range(6):
+        write_trident(tmp_path / "job", f"s{i}", make_slide(i))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def table(home, name="mine.csv", **columns):
+    base = {"slide_id": [f"s{i}.svs" for i in range(6)], "patient": [f"p{i // 2}" for i in range(6)]}
+    frame = pd.DataFrame({**base, **columns})
+    path = home / name
+    frame.to_excel(path, index=False) if name.endswith("xlsx") else frame.to_csv(path, index=False)
+    return path
+
+
+def test_a_folder_and_a_spreadsheet_in_the_usual_form_need_no_choice(home):
+    path = table(home, "mine.xlsx", label=["10", "9", "10", "9", "10", "9"])
+    draft = write_cohort(home / "job", path, home / "cohort.yaml")
+    assert draft.choices == []
+    config = load_config(home / "cohort.yaml")
+    assert (config.name, config.task, config.target, config.encoder) == ("mine", "classification", "label", "uni_v2")
+    assert (config.slide, config.case) == ("slide_id", "patient")
+    assert "# classes:" in draft.text and draft.text.index("'9'") < draft.text.index("'10'")  # as numbers are sorted
+    assert len(open_cohort(config).matches.found) == 6
+    assert yaml.safe_load(draft.text)["features"] == "job"  # below the YAML's folder: the two can move together
+
+
+def test_a_column_that_names_the_files_is_the_slide_whatever_it_is_called(home):
+    path = home / "odd.csv"
+    rows = {"Scan no": [f"s{i}" for i in range(6)], "comment": ["fine"] * 6, "label": list("ababab")}
+    pd.DataFrame(rows).to_csv(path, index=False)
+    assert yaml.safe_load(draft_cohort(home / "job", path, home).text)["slide"] == "Scan no"
+
+
+def test_survival_says_what_one_means(home):
+    path = table(home, os_days=[3, 3, 5, 5, 8, 8], censorship=[1, 1, 0, 0, 0, 0])
+    draft = draft_cohort(home / "job", path, home)
+    settings = yaml.safe_load(draft.text)
+    assert (settings["task"], settings["time"], settings["censorship"]) == ("survival", "os_days", "censorship")
+    assert "1 = censored; 0 (4), 1 (2)" in draft.text and draft.choices == []
+
+
+def test_two_tasks_are_a_choice_and_each_choice_works(home):
+    path = table(home, label=list("ababab"), time=[3, 3, 5, 5, 8, 8], event=[1, 1, 0, 0, 1, 1], grade=list("112211"))
+    draft = write_cohort(home / "job", path, home / "cohort.yaml")
+    assert len(draft.choices) == 1 and not {"target", "time"} & set(yaml.safe_load(draft.text))
+    for chosen, task in (
+        (("target: label",), "classification"),
+        (("target: grade",), "classification"),
+        (("time: time", "event: event"), "survival"),
+    ):
+        text = draft.text
+        for line in chosen:
+            text = text.replace(f"# {line}", line)
+        (home / "cohort.yaml").write_text(text)
+        assert load_config(home / "cohort.yaml").task == task
+
+
+def test_patient_columns_that_disagree_are_a_choice(home):
+    path = table(home, case_id=["c0", "c0", "c0", "c1", "c1", "c1"], label=list("ababab"))
+    draft = draft_cohort(home / "job", path, home)
+    assert "case" not in yaml.safe_load(draft.text) and "# case: case_id      # 2 patients" in draft.text
+    assert yaml.safe_load(draft.text)["target"] == "label"  # the other question is answered all the same
+
+
+def test_two_encoders_are_a_choice_be_it_in_folders_or_in_files(home):
+    write_trident(home / "job", "s0", make_slide(0), encoder="gigapath")
+    text = draft_cohort(home / "job", table(home, label=list("ababab")), home).text
+    assert "# encoder: gigapath      # 1 files" in text and "# encoder: uni_v2      # 6 files" in text
+    for i in range(3):
+        write_atlaspatch(home / "atlas", f"s{i}", make_slide(i), encoders={"uni_v2": 12, "conch_v15": 8})
+    text = draft_cohort(home / "atlas", table(home, label=list("ababab")), home).text
+    assert "# encoder: conch_v15" in text and "# encoder: uni_v2" in text
+    assert "encoder" not in yaml.safe_load(text)
+
+
+def test_a_table_that_names_no_file_is_said(home):
+    path = table(home, slide_id=[f"x{i}" for i in range(6)], patient=[f"y{i}" for i in range(6)], label=list("ababab"))
+    assert "none of its values names a feature file" in draft_cohort(home / "job", path, home).text
+
+
+def test_what_is_there_stays_unless_forced(home):
+    path, output = table(home, label=list("ababab")), home / "cohort.yaml"
+    output.write_text("mine")
+    with pytest.raises(UserError, match="stays as it is"):
+        write_cohort(home / "job", path, output)
+    assert output.read_text() == "mine"
+    write_cohort(home / "job", path, output, force=True)
+    assert output.read_text().startswith("# Written by")
+    assert not list(home.glob(".cohort.yaml*"))
+
+
+def test_an_empty_folder_is_refused(home):
+    (home / "empty").mkdir()
+    with pytest.raises(UserError, match="no feature file in it"):
+        draft_cohort(home / "empty", table(home, label=list("ababab")), home)
+
+
+def test_names_that_yaml_could_misread_come_back_as_they_are(home):
+    odd = "No: # yes\nand {more}"
+    frame = pd.DataFrame({odd: [f"s{i}" for i in range(6)], "label": ["no", "yes"] * 3})
+    frame.to_csv(home / "odd.csv", index=False)
+    write_cohort(home / "job", home / "odd.csv", home / "cohort.yaml")
+    assert load_config(home / "cohort.yaml").slide == odd
+
+
+def test_the_command_ends_with_the_next_one(home, app_of):
+    path = table(home, label=list("ababab"))
+    said = CliRunner().invoke(app_of(init), ["job", path.name])
+    assert said.exit_code == 0 and said.output.splitlines()[-1] == "next: gated-srp check cohort.yaml"
+
+
+@pytest.fixture
+def app_of():
+    import typer
+
+    def make(command):
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(command)
+        return app
+
+    return make
