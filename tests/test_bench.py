@@ -82,3 +82,10 @@ def test_operations_are_counted_from_the_layers():
     linear = 2 * 10_000 * 1536 * dim + 3 * 2 * rows * dim * 12 * dim + 2 * rows * dim * 2 * dim
     landmarks = 3 * 4 * 2 * rows * 64 * dim + 2 * 2 * rows * 64 * dim
     assert predict_operations(10_000) == linear + landmarks
+
+
+def test_an_epoch_of_ours_and_of_the_textbook_is_timed():
+    from gated_srp.bench.training import measure_training
+
+    (epoch,) = measure_training(bags=20, patches=40, width=16, dtypes=["float32"])
+    assert epoch.dtype == "float32" and min(epoch.loop, epoch.bare, epoch.textbook) > 0

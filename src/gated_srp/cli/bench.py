@@ -1,7 +1,7 @@
 """Speed and memory on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ def bench(
     full: Annotated[
         bool, typer.Option("--full", help="2,048 to 160,000 patches and one slide of 1,000,000 (half an hour).")
     ] = False,
+    data: Annotated[bool, typer.Option("--data", help="How fast bags load instead.")] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="An epoch of 64 bags from disk instead (20 minutes).")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
 ) -> None:
     """Ours against the textbook implementation: time and memory of prepare, predict and train, as ratios of one run."""
@@ -21,9 +25,41 @@ def bench(
     from gated_srp.machine import bf16_environment
 
     os.environ.update(bf16_environment())
+    _describe_machine()
+    if data:
+        _bench_data(output)
+    if training:
+        _bench_training(output)
+    if not data and not training:
+        _bench_models(full, output)
+
+
+def _bench_data(output: Path | None) -> None:
+    from gated_srp.data.loading_bench import measure_loading
+
+    rows = measure_loading()
+    for row in rows:
+        typer.echo(f"{row['what']:32} {row['seconds']:8.3f} s   {row['ratio']:6.2f} x the cache's second epoch")
+    _write_json(rows, output)
+
+
+def _bench_training(output: Path | None) -> None:
+    from dataclasses import asdict
+
+    from gated_srp.bench.training import measure_training
+
+    epochs = measure_training(dtypes=("float32", "bfloat16"))
+    for epoch in epochs:
+        typer.echo(
+            f"{epoch.dtype}: epoch {epoch.loop:.1f} s, bare steps {epoch.bare:.1f} s, textbook float32 {epoch.textbook:.1f} s; "
+            f"textbook / ours {epoch.textbook / epoch.loop:.2f}, loop over bare steps {epoch.loop / epoch.bare:.3f}"
+        )
+    _write_json([asdict(epoch) for epoch in epochs], output)
+
+
+def _bench_models(full: bool, output: Path | None) -> None:
     from gated_srp import bench as measure
 
-    _describe_machine()
     rows: list[Row] = []
     for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
         typer.echo(f"timing {tokens:,} patches ...")
@@ -45,12 +81,17 @@ def bench(
 
 
 def _save(rows: "list[Row]", output: Path | None) -> None:
-    import json
     from dataclasses import asdict
+
+    _write_json([asdict(row) for row in rows], output)
+
+
+def _write_json(rows: list[dict[str, Any]], output: Path | None) -> None:
+    import json
 
     if output is not None:
         beside = output.with_name(f".{output.name}.part")
-        beside.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        beside.write_text(json.dumps(rows, indent=1) + "\n")
         beside.replace(output)
 
 
