@@ -30,7 +30,9 @@ def predict(
     from gated_srp.training.predict import feature_files, predict_files
 
     _prepare_folder(output.parent, output)
-    files = feature_files(features, open_members(runs)[0].encoder)
+    member = open_members(runs)[0]
+    files = feature_files(features, member.encoder)
+    typer.echo(f"model: {member}\n{len(files)} feature files in {features}", err=True)
     reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
     with counting("slides") as of:
         found = predict_files(runs, files, reading=reading, force=force, workers=workers, progress=of)
@@ -97,6 +99,7 @@ def _report(found: "Evaluation") -> list[str]:
             lines.append(f"{name}{'-':>8}   not defined on these labels")
             continue
         few = "" if row["resamples"] == found.repeats else f"   (defined in {row['resamples']} of {found.repeats})"
+        few += "   (every draw gives the same: too few errors to tell)" if row["low"] == row["high"] else ""
         lines.append(f"{name}{row['value']:>8.4f}   {row['low']:.4f} to {row['high']:.4f}{few}")
     lines.append(
         f"  intervals: percentiles over {found.repeats:,} draws of {found.patients} patients, seed {found.seed}"

@@ -68,6 +68,16 @@ class Member:
         known = self.card.get("features")
         return None if known is None else FeatureStatistics(**known)
 
+    def __str__(self) -> str:
+        """What it predicts and from what, in one line."""
+        names = self.card.get("classes") or [f"{len(self.card['bin_edges']) + 1} time bins"]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        strides = ", ".join(f"{entry['value']:g} {entry['unit']}" for entry in self.card.get("stride", [])[:4])
+        apart = f", patches {strides} apart" if strides else ""
+        return (
+            f"{self.card['task']} ({shown}) from {self.encoder or 'an unnamed encoder'}, {self.width} channels{apart}"
+        )
+
     def preparation(self, reading: Preparation) -> Preparation:
         """Bags as they were made for its training, from files that are read as ``reading`` says."""
         made = {key: self.card[key] for key in ("order", "window", "lattice", "cap", "dtype") if key in self.card}

@@ -254,6 +254,8 @@ def _notes(members: Sequence[Member], warnings: dict[str, list[str]]) -> tuple[s
     notes = notes[:_MOST] + ([f"and {len(notes) - _MOST} warnings of other kinds"] if len(notes) > _MOST else [])
     if members[0].encoder is None:
         notes.append("the model's card names no encoder, so only the width of the features could be compared")
+    if any(member.task.calibrates and member.temperature == 1.0 for member in members):
+        notes.append("probabilities are as the model gives them: the run's validation could not tell a temperature")
     if any(member.features is None for member in members):
         notes.append("a model's card has no statistics of its training slides: unlike slides cannot all be told")
     return tuple(notes)
