@@ -54,6 +54,65 @@ def compare(
         raise typer.Exit(1)
 
 
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(help="A table or figure of the paper, e.g. survival; `all`; --list shows them.")
+    ] = "",
+    features: Annotated[
+        list[str] | None, typer.Option("--features", help="Folder of feature files, or COHORT=FOLDER; may be repeated.")
+    ] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--labels", help="Folder of the public label files, or COHORT=PATH.")
+    ] = None,
+    cohorts: Annotated[str | None, typer.Option("--cohorts", help="Some of the study's, e.g. KIRC,KIRP.")] = None,
+    seeds: Seeds = None,
+    out: Annotated[Path, typer.Option("--out", help="Where runs, tables and figures are written.")] = Path("runs"),
+    change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.workers=4.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the cells with their settings; run nothing.")
+    ] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Name all studies.")] = False,
+    jobs: Jobs = None,
+    yes: Yes = False,
+) -> None:
+    """Do a study of the paper again: its rows and columns, with the published numbers and the differences beside ours."""
+    from gated_srp.cli.reproduce_run import list_studies, reproduce_studies
+    from gated_srp.errors import UserError
+    from gated_srp.study.reproduce import Sources
+
+    if listing or not name:
+        list_studies()
+        return
+    settings = {}
+    for item in change or []:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {item}: expected KEY=VALUE, e.g. --set train.workers=4.")
+        settings[key] = value
+    sources = Sources(_by_cohort(features, "features"), _by_cohort(labels, "labels"), out, settings)
+    if reproduce_studies(
+        name, sources, cohorts=_words(cohorts), seeds=_numbers(seeds), dry_run=dry_run, running=(jobs, yes)
+    ):
+        raise typer.Exit(1)
+
+
+def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
+    """``DIR`` is for all cohorts, ``KGH=DIR`` for one."""
+    from gated_srp.data.cohorts import find_cohort
+    from gated_srp.errors import UserError
+
+    found: dict[str, Path] = {}
+    for item in given or []:
+        cohort, equals, place = item.partition("=")
+        if not equals or Path(item).exists():
+            cohort, place = "", item
+        path = Path(place)
+        if not path.exists():
+            raise UserError(f"--{option} {item}: no such file or folder. Expected a path, or COHORT=PATH.")
+        found[find_cohort(cohort).name if cohort else ""] = path.absolute()
+    return found
+
+
 def _words(given: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
 

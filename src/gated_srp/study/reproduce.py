@@ -1,0 +1,219 @@
+"""The paper's studies by name: YAML files that say which rows and columns a table has; cells to run; ours beside the published.
+
+A study's file (``studies/NAME.yaml``) takes rows and columns from a table of ``published.yaml``, or lists its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import site
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from gated_srp.data.cohorts import SEEDS, find_cohort
+from gated_srp.data.config import load_config
+from gated_srp.data.configschema import CohortConfig
+from gated_srp.errors import UserError
+from gated_srp.study.matrix import Cell, Row, plan
+from gated_srp.study.published import PublishedTable, read_published
+
+Kind = Literal["table", "runtime", "trajectories", "signed-gate", "elsewhere"]
+UNTUNED = {"model.delta": 1.0, "model.hidden_dim": 64}
+
+
+@dataclass(frozen=True)
+class Study:
+    """One table or figure. ``columns``: metrics by cohort; ``panels``: cohorts by figure; ``skip``: reasons by cohort."""
+
+    name: str
+    title: str
+    kind: Kind
+    rows: tuple[Row, ...]
+    columns: Mapping[str, tuple[str, ...]]
+    published: PublishedTable | None = None
+    std: PublishedTable | None = None
+    seeds: tuple[int, ...] = SEEDS
+    untuned: bool = False
+    epochs: int | None = None
+    panels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skip: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""  # of a figure that another command draws
+
+    @property
+    def all_rows(self) -> tuple[Row, ...]:
+        """With an untuned one after each Gated SRP row, where the study asks for it."""
+        found: list[Row] = []
+        for row in self.rows:
+            found.append(row)
+            if self.untuned and row.arm.endswith("gated_srp"):
+                found.append(untuned(row))
+        return tuple(found)
+
+
+def untuned(row: Row) -> Row:
+    """The same row with delta 1 and h 64, as an untuned user would take them."""
+    return Row(f"{row.name}, untuned (δ 1, h 64)", row.arm, {**row.changes, **UNTUNED})
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def studies_folder() -> Path:
+    """``studies/`` of the checkout, or where the installed package keeps it."""
+    shares = [Path(sysconfig.get_path("data")), Path(site.getuserbase())]
+    places = [Path(__file__).resolve().parents[3] / "studies", *(share / "share/gated-srp/studies" for share in shares)]
+    found = next((place for place in places if (place / "published.yaml").is_file()), None)
+    if found is None:
+        raise UserError(
+            "the folder studies/ of gated-srp is missing. Install the package again, or name it with --studies."
+        )
+    return found
+
+
+def study_names(folder: Path) -> list[str]:
+    """In the order of the alphabet; ``all`` stands for all of them."""
+    return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "published")
+
+
+def read_studies(name: str, folder: Path) -> tuple[Study, ...]:
+    """The study of this name, or all."""
+    names = study_names(folder)
+    if name != "all" and name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        raise UserError(
+            f"no study {name!r}.{f' Did you mean {near[0]}?' if near else ''} There are: {', '.join(names)}, all."
+        )
+    published = read_published(folder / "published.yaml")
+    return tuple(_read(folder / f"{one}.yaml", published) for one in (names if name == "all" else [name]))
+
+
+def _read(path: Path, published: Mapping[str, PublishedTable]) -> Study:
+    try:
+        content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        table = published[content["published"]] if "published" in content else None
+        columns = {str(cohort): tuple(metrics) for cohort, metrics in content.get("columns", {}).items()}
+        panels = {str(name): tuple(cohorts) for name, cohorts in content.get("panels", {}).items()}
+        columns |= {cohort: () for cohorts in panels.values() for cohort in cohorts}
+        if table is not None:
+            pairs = table.frame[["cohort", "metric"]].drop_duplicates()
+            columns = {str(cohort): tuple(part["metric"]) for cohort, part in pairs.groupby("cohort", sort=False)}
+        return Study(
+            name=path.stem,
+            title=content["title"],
+            kind=content.get("kind", "table"),
+            rows=tuple(_row(row) for row in content.get("rows", [])) or _rows_of(table),
+            columns=columns,
+            published=table,
+            std=published[content["std"]] if "std" in content else None,
+            seeds=tuple(content.get("seeds", SEEDS)),
+            untuned=content.get("untuned", False),
+            epochs=content.get("epochs"),
+            panels=panels,
+            skip=content.get("skip", {}),
+            command=content.get("command", ""),
+        )
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a study ({error!r}). Restore it from the repository.") from None
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    return Row(row["name"], row["arm"], {key: value for key, value in row.items() if key not in ("name", "arm")})
+
+
+def _rows_of(table: PublishedTable | None) -> tuple[Row, ...]:
+    """What a published table sets apart: the arm, and settings such as the encoder or the window."""
+    if table is None:
+        return ()
+    about = table.frame.drop(columns=["cohort", "metric", "value"]).drop_duplicates("name")
+    return tuple(_row({str(key): _plain(value) for key, value in row.items()}) for row in about.to_dict("records"))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+# Planning ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a user keeps things; by cohort, or ``""`` for all. ``settings`` win over the paper's."""
+
+    features: Mapping[str, Path]
+    labels: Mapping[str, Path]
+    out: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, cohort: str) -> CohortConfig:
+        """The paper's settings for a cohort, on the user's files."""
+        place: dict[str, Any] = {"encoder": "uni_v2", "out": str(self.out), **self.settings}
+        features, labels = self.features_of(cohort), self.labels.get(cohort, self.labels.get(""))
+        place |= ({"features": str(features)} if features else {}) | ({"labels": str(labels)} if labels else {})
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cohort.yaml"
+            path.write_text(yaml.safe_dump({"cohort": cohort}), encoding="utf-8")
+            return load_config(path, place)
+
+    def features_of(self, cohort: str) -> Path | None:
+        """Named for the cohort; else its folder below the common one; else the common one."""
+        if cohort in self.features or "" not in self.features:
+            return self.features.get(cohort)
+        root = self.features[""]
+        names = {cohort.lower(), cohort.lower().replace("-", "_"), cohort.lower().removeprefix("tcga-")}
+        below = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        return next((path for path in below if path.name.lower() in names), root)
+
+    def why_not(self, cohort: str) -> str | None:
+        """KGH is private: without a local copy there is nothing to run."""
+        labels = self.labels.get(cohort, self.labels.get(""))
+        if cohort != "KGH" or cohort in self.labels or (labels and (labels / "kgh" / "slides.csv").is_file()):
+            return None
+        return "private; name a local copy with --labels KGH=TABLE.csv --features KGH=FOLDER"
+
+
+def plan_study(
+    study: Study, sources: Sources, *, cohorts: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """The cells of a study, and notes on what is left out. Columns stay in the paper's order."""
+    from gated_srp.models import ARMS
+
+    wanted = {find_cohort(name).name for name in cohorts}
+    known = [row for row in study.all_rows if row.arm in ARMS]
+    notes = [
+        f"{row.name}: left out, the arm {row.arm!r} is not built yet" for row in study.all_rows if row.arm not in ARMS
+    ]
+    cells: list[Cell] = []
+    for cohort in study.columns:
+        if wanted and cohort not in wanted:
+            continue
+        reason = study.skip.get(cohort) or sources.why_not(cohort)
+        if reason:
+            notes.append(f"{cohort}: skipped, {reason}")
+            continue
+        config = sources.config(cohort)
+        rows = known if study.epochs is None else [_shorter(row, study.epochs) for row in known]
+        cells += plan(config, rows, tuple(seeds) or study.seeds)
+    return tuple(cells), tuple(notes)
+
+
+def _shorter(row: Row, epochs: int) -> Row:
+    return Row(row.name, row.arm, {**row.changes, "train.epochs": epochs})
+
+
+def paper_settings(cell: Cell, gated: Callable[[str], bool]) -> str:
+    """What a cell trains with, in words."""
+    config, train = cell.config, cell.config.train
+    parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
+    parts += [f"cap {config.cap}" if config.cap else "no cap", str(config.encoder)]
+    parts += [f"window {config.window}"] if config.window != 3 else []
+    if gated(cell.arm):
+        gate = config.gate(cell.arm)
+        parts.append(f"delta {gate.delta:g}, h {gate.hidden_dim}" + (f" ({gate.note})" if gate.note else ""))
+    return ", ".join(parts)

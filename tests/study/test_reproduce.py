@@ -1,0 +1,171 @@
+"""The paper's studies as cells, and our numbers beside the published."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from gated_srp.errors import UserError
+from gated_srp.report.reproduction import reproduction_grid
+from gated_srp.study.judge import beside_published, judge
+from gated_srp.study.matrix import distinct
+from gated_srp.study.reproduce import Sources, plan_study, read_studies, studies_folder, study_names
+
+FOLDER = Path(__file__).resolve().parents[2] / "studies"
+TABLES = [
+    "survival",
+    "classification",
+    "fixed-beta",
+    "gate-range",
+    "gate-gradient",
+    "patch-encoder",
+    "gate-factorization",
+    "gate-initialization",
+    "architecture",
+    "neighbourhood",
+    "mil-models",
+    "runtime",
+    "controls",
+    "trajectories",
+    "signed-gate",
+]
+
+
+def sources(tmp_path, **features):
+    return Sources({name: Path(place) for name, place in features.items()}, {}, tmp_path)
+
+
+def planned(name, tmp_path, **chosen):
+    study = read_studies(name, FOLDER)[0]
+    cells, notes = plan_study(study, sources(tmp_path), **chosen)
+    return study, cells, notes
+
+
+def test_the_studies_are_found_in_the_checkout():
+    assert studies_folder() == FOLDER
+    assert set(TABLES) <= set(study_names(FOLDER))
+
+
+def test_survival_is_five_cohorts_four_arms_five_seeds_and_an_untuned_row_beside(tmp_path):
+    study, cells, notes = planned("survival", tmp_path)
+    paper = [cell for cell in cells if cell.row in {row.name for row in study.rows}]
+    assert len(paper) == len(distinct(paper)) == 100
+    assert {(c.cohort, c.config.gate().delta, c.config.gate().hidden_dim) for c in paper if c.arm == "gated_srp"} == {
+        ("TCGA-KIRC", 1.5, 128),
+        ("TCGA-KIRP", 2.0, 32),
+        ("TCGA-LUAD", 1.0, 128),
+        ("TCGA-STAD", 0.5, 128),
+        ("TCGA-UCEC", 1.5, 32),
+    }
+    assert {(c.config.train.epochs, c.config.train.lr, c.config.train.accumulation, c.config.cap) for c in paper} == {
+        (20, 1e-4, 1, 49_152)
+    }
+    more = [cell for cell in cells if cell not in paper]
+    assert len(more) == 25
+    assert {(c.config.gate().delta, c.config.gate().hidden_dim) for c in more} == {(1.0, 64)}
+    assert notes == ()
+
+
+def test_kgh_is_skipped_with_a_note_unless_a_copy_is_named(tmp_path):
+    study, cells, notes = planned("classification", tmp_path, seeds=[42])
+    assert len(cells) == 4 * 5
+    assert notes == ("KGH: skipped, private; name a local copy with --labels KGH=TABLE.csv --features KGH=FOLDER",)
+    here = Sources({}, {"KGH": tmp_path / "kgh.csv"}, tmp_path)
+    assert len(plan_study(study, here, seeds=[42])[0]) == 5 * 5
+
+
+def test_an_encoder_and_a_window_are_settings_with_the_papers_gates(tmp_path):
+    _, cells, _ = planned("patch-encoder", tmp_path, cohorts=["KIRP"], seeds=[42])
+    assert [(c.config.encoder, c.arm, c.config.gate().delta, c.config.gate().hidden_dim) for c in cells][::2] == [
+        ("vit_b16", "na", 0.5, 64),
+        ("medsiglip_448", "na", 2.0, 32),
+        ("uni_v2", "na", 2.0, 32),
+    ]
+    _, cells, _ = planned("neighbourhood", tmp_path, cohorts=["KIRP"], seeds=[42])
+    assert [(c.row, c.config.window) for c in cells] == [("3x3", 3), ("5x5", 5), ("7x7", 7)]
+
+
+def test_dense_attention_has_its_own_gate_and_adp_is_no_slide_model(tmp_path):
+    _, cells, notes = planned("architecture", tmp_path, seeds=[42])
+    assert [(c.arm, c.config.gate(c.arm).delta, c.config.gate(c.arm).hidden_dim) for c in cells][1:] == [
+        ("vit4_gated_srp", 2.0, 32),
+        ("vit4_gated_srp", 1.0, 64),
+    ]
+    assert notes[0].startswith("ADP: skipped")
+
+
+def test_studies_share_cells(tmp_path):
+    cells = [cell for study in read_studies("all", FOLDER) for cell in plan_study(study, sources(tmp_path))[0]]
+    runs = distinct(cells)
+    assert len(runs) < len(cells)
+    base = [c for c in runs if (c.cohort, c.arm, c.seed, c.config.out) == ("TCGA-KIRP", "gated_srp", 42, tmp_path)]
+    assert len(base) == 1  # of survival, the ablations, windows, encoders, controls, trajectories
+
+
+def test_a_wrong_name_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match=r"no study 'surviva'\. Did you mean survival\?"):
+        read_studies("surviva", FOLDER)
+    with pytest.raises(UserError, match=r"no cohort 'KIRX'"):
+        plan_study(read_studies("survival", FOLDER)[0], Sources({}, {}, Path()), cohorts=["KIRX"])
+
+
+def test_features_are_looked_for_in_the_cohorts_own_folder_first(tmp_path):
+    (tmp_path / "tcga_kirc").mkdir()
+    found = Sources({"": tmp_path, "PANDA": tmp_path / "p"}, {}, tmp_path)
+    assert found.features_of("TCGA-KIRC") == tmp_path / "tcga_kirc"
+    assert found.features_of("TCGA-KIRP") == tmp_path
+    assert found.features_of("PANDA") == tmp_path / "p"
+
+
+@pytest.mark.parametrize(("published", "std"), [(0.72, 0.05), (0.80, 0.01), (0.74, 0.02)])
+def test_the_rule_is_welchs_test(published, std):
+    ours = np.array([0.70, 0.72, 0.75, 0.71, 0.69])
+    p = stats.ttest_ind_from_stats(ours.mean(), ours.std(ddof=1), 5, published, std, 5, equal_var=False).pvalue
+    assert judge(list(ours), published, std).word == ("compatible" if p > 0.05 else "not compatible")
+
+
+def test_one_seed_is_not_judged_and_no_spread_leaves_the_printed_digits():
+    assert judge([0.7], 0.9).word == "not judged"
+    assert judge([0.71234, 0.71234], 0.7123, 0.0).word == "compatible"
+    assert judge([0.7125, 0.7125], 0.7123, 0.0).word == "not compatible"
+
+
+def test_our_numbers_stand_beside_the_published():
+    study = read_studies("survival", FOLDER)[0]
+    rows = [("TCGA-KIRC", "NA", str(seed), "c_index", 0.7110 + shift) for seed, shift in ((42, -0.05), (43, 0.05))]
+    rows += [("TCGA-KIRC", "Gated SRP, untuned (δ 1, h 64)", "42", "c_index", 0.7)]
+    lines = beside_published(study, pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"]))
+    assert len(lines) == 5 * 5
+    first = lines.iloc[0]
+    assert (first["published"], first["published_std"], first["verdict"]) == (0.7110, 0.0516, "compatible")
+    assert math.isclose(first["difference"], 0, abs_tol=1e-12)
+    grid = reproduction_grid(study, lines)
+    texts = {name: [entry.text for entry in entries] for name, entries in grid.rows}
+    assert texts["NA"] == ["0.7110 ± 0.0707", "–", "–", "–", "–"]
+    assert texts["Gated SRP, untuned (δ 1, h 64)"][0] == "0.7000"
+    assert grid.rows[1] == ("– published", grid.rows[1][1])
+    assert grid.rows[1][1][0].text == "0.7110 ± 0.0516"
+    assert grid.rows[2][1][0].text == "+0.0000 ✓ compatible"
+    assert any(note == "Of the published numbers: 1 compatible; 19 not run." for note in grid.notes)
+
+
+def test_a_dry_run_lists_every_cell_and_writes_nothing(tmp_path, monkeypatch):
+    import typer
+
+    from gated_srp.cli import studies
+
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(studies.reproduce)
+    shown = CliRunner().invoke(app, ["survival", "--dry-run"])
+    assert shown.exit_code == 0
+    lines = shown.output.splitlines()
+    assert "100 cells" in lines[0]
+    assert sum(line.startswith("  TCGA-") and "untuned" not in line for line in lines) == 100
+    assert any("TCGA-KIRP   Gated SRP  " in line and "delta 2, h 32" in line for line in lines)
+    assert lines[-1] == "125 distinct runs"
+    assert list(tmp_path.iterdir()) == []
