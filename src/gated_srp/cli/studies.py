@@ -54,6 +54,23 @@ def compare(
         raise typer.Exit(1)
 
 
+def tune(
+    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
+    arm: Annotated[str, typer.Option("--arm", help="Whose gate.")] = "gated_srp",
+    seeds: Seeds = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer epochs and seeds; for `compare --quick`.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's.")] = None,
+    jobs: Jobs = None,
+    yes: Yes = False,
+) -> None:
+    """Choose delta and hidden width on validation, within each seed, and freeze them for `compare`; say the optimism."""
+    from gated_srp.cli.study_run import tune_gate
+    from gated_srp.data import load_config
+
+    config = load_config(cohort, {"out": str(out)} if out else None)
+    tune_gate(config, arm=arm, seeds=_numbers(seeds) or config.seeds, quick=quick, running=(jobs, yes))
+
+
 def reproduce(
     name: Annotated[
         str, typer.Argument(help="A table or figure of the paper, e.g. survival; `all`; --list shows them.")

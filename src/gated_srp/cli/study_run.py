@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from gated_srp.errors import UserError
 from gated_srp.study.collect import collect, compare_cells
 from gated_srp.study.cost import cost
 from gated_srp.study.engine import Board, Slot, local_slots, run_local
-from gated_srp.study.matrix import Cell, Row, plan, quick_version, refuse_mismatches
+from gated_srp.study.matrix import Cell, Row, plan, quick_version, refuse_mismatches, refuse_unpaired
 from gated_srp.training.progress import spoken
 
 _LONG = 3600.0  # seconds from which on a person is asked
@@ -46,21 +47,52 @@ def compare_arms(
     against = reference or ("na" if "na" in arms else arms[0])
     if against not in arms:
         raise UserError(f"--reference {against!r} is not among the arms: {', '.join(arms)}. Name one of them.")
-    rows = [Row.of(arm) for arm in arms]
-    rows += tuned_rows(config, arms)
-    cells = plan(config, rows, seeds)
+    more, notes = tuned_rows(config, arms, seeds)
+    cells = plan(config, [*(Row.of(arm) for arm in arms), *more], seeds)
     board = run_cells(cells, {config.name: open_cohort(config)}, running)
     results = collect(cells)
     failed = board.of("failed")
     for cell in failed:
         typer.secho(f"failed twice: {cell}: {board[cell].said}", fg="red", err=True)
-    comparison = compare_cells(cells, results, against, repeats=bootstrap, notes=(mark,) if mark else ())
+    comparison = compare_cells(cells, results, against, repeats=bootstrap, notes=(*([mark] if mark else []), *notes))
     folder = output or config.out / config.name / "comparison"
     title = f"{config.name}{' (quick)' if mark else ''}"
     written = write_comparison(folder, cells, results, comparison, title=title, mark=mark)
     typer.echo("\n" + (folder / "README.md").read_text(encoding="utf-8"))
     typer.echo(f"written: {folder} ({len(written)} files)")
     return failed
+
+
+def tune_gate(config: CohortConfig, *, arm: str, seeds: Sequence[int], quick: bool, running: Running) -> None:
+    """`gated-srp tune`."""
+    from gated_srp.report.study import write
+    from gated_srp.study.collect import split_ratio
+    from gated_srp.study.tune import choose, freeze, optimism, tuning_cells, tuning_table
+
+    if quick:
+        config, seeds, mark = quick_version(config, seeds)
+        typer.echo(mark)
+    cells = tuning_cells(config, arm, seeds)
+    board = run_cells(cells, {config.name: open_cohort(config)}, running)
+    for cell in board.of("failed"):
+        typer.secho(f"failed twice: {cell}: {board[cell].said}", fg="red", err=True)
+    refuse_unpaired(cells)
+    table = tuning_table(cells)
+    choices = choose(table)
+    path = freeze(config, arm, choices)
+    write(path.with_name("tuning.csv"), table.to_csv(index=False, lineterminator="\n"))
+    for choice in choices:
+        typer.echo(
+            f"seed {choice.unit}: delta {choice.delta:g}, h {choice.hidden_dim}; {config.metric} {choice.validation:.4f} on "
+            f"validation, {choice.test:.4f} on test (untuned {choice.start_validation:.4f}, {choice.start_test:.4f})"
+        )
+    found = optimism(choices, split_ratio(cells))
+    interval = "" if math.isnan(found.gain.low) else f" (95 % interval {found.gain.low:+.4f} to {found.gain.high:+.4f})"
+    typer.echo(
+        f"optimism: validation promised {found.chosen:+.4f} more than the test gave, {found.by_choosing:+.4f} of it by choosing "
+        f"(untuned: {found.start:+.4f}).\ngain of tuning on test: {found.gain.mean:+.4f}{interval}. Choosing on the test set would "
+        f"have shown {found.peeking:+.4f} more, none of it real.\nwritten: {path}; `gated-srp compare` shows it as {arm}_tuned"
+    )
 
 
 def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Running) -> Board:

@@ -1,0 +1,96 @@
+"""Tuning: chosen on validation alone, within each seed, and honest about what it is worth."""
+
+import pytest
+from study.study_cells import config, finish
+
+from gated_srp.errors import UserError
+from gated_srp.study.matrix import plan
+from gated_srp.study.tune import (
+    choose,
+    freeze,
+    frozen_path,
+    optimism,
+    read_frozen,
+    tuned_rows,
+    tuning_cells,
+    tuning_table,
+)
+
+
+def tuned(tmp_path, best):
+    """A finished grid in which ``best[seed]`` has the highest validation score, and the highest test scores lie elsewhere."""
+    found = tuning_cells(config(tmp_path), "gated_srp", list(best))
+    for place, cell in enumerate(found):
+        gate = cell.config.gate()
+        score = 0.9 if (gate.delta, gate.hidden_dim) == best[cell.seed] else 0.8
+        finish(cell, val=score, macro_f1=0.6 + place % 16 / 100)
+        path = cell.key / "metrics.json"
+        path.write_text(path.read_text()[:-1] + f', "val": {{"slide": {{"macro_f1": {score}}}}}}}')
+    return found
+
+
+def test_the_grid_is_sixteen_settings_a_seed_and_the_cohorts_own_is_no_variant(tmp_path):
+    found = tuning_cells(config(tmp_path), "gated_srp", [42, 43])
+    assert len(found) == 32
+    assert len({cell.key for cell in found}) == 32
+    assert [c.key for c in found if "variants" not in c.key.parts] == [
+        tmp_path / "toy" / "gated_srp" / "seed42",
+        tmp_path / "toy" / "gated_srp" / "seed43",
+    ]
+
+
+def test_each_seed_chooses_for_itself_by_validation(tmp_path):
+    choices = choose(tuning_table(tuned(tmp_path, {42: (2.0, 32), 43: (0.5, 16)})))
+    assert [(c.unit, c.delta, c.hidden_dim, c.validation) for c in choices] == [
+        ("42", 2.0, 32, 0.9),
+        ("43", 0.5, 16, 0.9),
+    ]
+    # place of (2, 32) in the grid is 7, of (0.5, 16) 0, of (1, 64) 9; the best test score is the last's
+    assert [(round(c.test, 4), c.start_test, c.best_test) for c in choices] == [(0.67, 0.69, 0.75), (0.6, 0.69, 0.75)]
+    found = optimism(choices, 0.25)
+    assert round(found.chosen, 4) == round((0.23 + 0.30) / 2, 4)
+    assert round(found.start, 4) == 0.11
+    assert round(found.by_choosing, 4) == 0.155
+    assert round(found.gain.mean, 4) == -0.055
+    assert round(found.peeking, 4) == 0.115
+
+
+def test_ties_go_to_the_smaller_gate(tmp_path):
+    assert [(c.delta, c.hidden_dim) for c in choose(tuning_table(tuned(tmp_path, {42: (9.0, 9)})))] == [(0.5, 16)]
+
+
+def test_nothing_is_chosen_from_an_unfinished_grid(tmp_path):
+    found = tuned(tmp_path, {42: (2.0, 32)})
+    (found[3].key / "metrics.json").unlink()
+    with pytest.raises(UserError, match="seed 42: only 15 of 16"):
+        choose(tuning_table(found))
+
+
+def test_compare_finds_what_was_frozen_and_runs_the_very_same_cells(tmp_path):
+    cohort = config(tmp_path)
+    grid = tuned(tmp_path, {42: (2.0, 32), 43: (1.0, 64)})
+    assert tuned_rows(cohort, ["gated_srp"], [42]) == ([], [])
+    assert freeze(cohort, "gated_srp", choose(tuning_table(grid))) == frozen_path(cohort)
+    rows, notes = tuned_rows(cohort, ["na", "gated_srp"], [42, 43])
+    assert notes == []
+    cells = plan(cohort, rows, [42, 43])
+    assert [cell.row for cell in cells] == ["gated_srp_tuned"] * 2
+    assert all(cell.run.finished for cell in cells)
+    assert [(cell.config.gate().delta, cell.config.gate().hidden_dim) for cell in cells] == [(2.0, 32), (1.0, 64)]
+
+
+def test_a_seed_that_was_not_tuned_is_not_passed_off_as_tuned(tmp_path):
+    cohort = config(tmp_path)
+    freeze(cohort, "gated_srp", choose(tuning_table(tuned(tmp_path, {42: (2.0, 32)}))))
+    rows, notes = tuned_rows(cohort, ["gated_srp"], [42, 44])
+    assert rows == []
+    assert "no setting for seed 44" in notes[0]
+    assert tuned_rows(cohort, ["na"], [42]) == ([], [])
+
+
+def test_a_broken_file_is_the_users_error(tmp_path):
+    cohort = config(tmp_path)
+    frozen_path(cohort).parent.mkdir(parents=True)
+    frozen_path(cohort).write_text("chosen: [1]")
+    with pytest.raises(UserError, match=r"tuned\.yaml: cannot be read"):
+        read_frozen(cohort)
