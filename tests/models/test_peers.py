@@ -1,4 +1,4 @@
-"""The peers against loops written from their publications, and as the training loop uses them."""
+"""The peers against naive loops of the equations in their docstrings, and as the training loop uses them."""
 
 import copy
 import math
@@ -210,7 +210,7 @@ def test_transmil_has_the_published_sizes():
     ] * 2
     attention = 512 * 1536 + 512 * 512 + 512 + 8 * 33 + 2 * 512
     around = 1024 * 512 + 512 + 512 + (49 + 25 + 9 + 3) * 512 + 2 * 512 + 512 * 2 + 2
-    assert sum(p.numel() for p in model.parameters()) == 2 * attention + around  # 2,672,146 as published
+    assert sum(p.numel() for p in model.parameters()) == 2 * attention + around  # 2,672,146
 
 
 def test_local_attention_sees_itself_and_its_neighbours_alone():

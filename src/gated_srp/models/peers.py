@@ -1,4 +1,4 @@
-"""The models that others compare with, written from their publications: pooling, attention pooling, DSMIL, CLAM, a linear probe.
+"""The models that others compare with, after their publications: pooling, attention pooling, DSMIL, CLAM, a linear probe.
 
 All take (features, graph) like `SlideTransformer`. Shapes: B bags of one length, N patches, C channels, K outputs.
 """

@@ -1,4 +1,4 @@
-"""TransMIL as published (Shao et al. 2021), written from the paper.
+"""TransMIL in its published form (after Shao et al. 2021).
 
 Shapes: B bags, N patches, S side of the square, L = 1 + S * S rows (row 0 is CLS), P rows padded in front, H heads, D head width.
 """
