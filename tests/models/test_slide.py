@@ -159,6 +159,19 @@ def test_activation_checkpointing_changes_no_number(arm):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("arm", ["gated_srp", "xsa", "diff", "vit4_gated_srp"])
+def test_gradients_add_up_in_memory_of_their_own(arm):
+    """Gradients that shared memory would be counted several times by the second backward."""
+    features, coords = bag(30)
+    graph = graph_of(features, coords)
+    model = awake(build_model(arm, **SMALL))
+    model(features, graph).square().sum().backward()
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model(features, graph).square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name], msg=name)
+
+
 @pytest.mark.parametrize("arm", ["gated_srp", "diff", "xsa", "vit4_gated_srp"])
 def test_autocast_is_close_to_float32_and_gives_gradients(arm):
     features, coords = bag(60)

@@ -32,8 +32,8 @@ class PPEG(nn.Module):
         weight = (
             self.conv7.weight + F.pad(self.conv5.weight, (1, 1, 1, 1)) + F.pad(self.conv3.weight, (2, 2, 2, 2)) + skip
         )
-        biases = [conv.bias for conv in (self.conv7, self.conv5, self.conv3) if conv.bias is not None]
-        return weight, torch.stack(biases).sum(0)
+        assert self.conv7.bias is not None and self.conv5.bias is not None and self.conv3.bias is not None
+        return weight, self.conv7.bias + self.conv5.bias + self.conv3.bias
 
 
 def depthwise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
