@@ -19,13 +19,15 @@ def measure_slides(
     """The cohort's name, what was measured slide by slide, and why slides were left out."""
     from gated_srp.data.preparation import prepare
     from gated_srp.data.redundancy import measure
-    from gated_srp.models import load_model
+    from gated_srp.models import SlideTransformer, load_model
     from gated_srp.report.redundancy import attention_tokens
 
     name, files, settings = _files(cohort)
     if at_most is not None and at_most < len(files):
         files = [files[i * len(files) // at_most] for i in range(at_most)]
     model = None if run is None else load_model(run / "model.safetensors" if run.is_dir() else run)
+    if model is not None and not isinstance(model, SlideTransformer):
+        raise UserError(f"{run}: a {type(model).__name__} has no attention layers whose tokens could be measured.")
     measured: list[Redundancy] = []
     left_out = []
     step = progress(len(files))

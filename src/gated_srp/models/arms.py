@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention
@@ -17,7 +16,7 @@ from gated_srp.models.local import LocalAttention
 from gated_srp.models.nystrom import NystromAttention
 from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Peer, srp_abmil
 from gated_srp.models.position import PPEG
-from gated_srp.models.slide import SlideTransformer, initialise
+from gated_srp.models.slide import SlideModel, SlideTransformer, initialise
 from gated_srp.models.transmil import TransMIL
 from gated_srp.srp import (
     Coefficient,
@@ -161,7 +160,7 @@ ARMS: dict[str, Arm | PeerArm] = {
 }
 
 
-def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **sizes: Any) -> SlideTransformer:
+def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **sizes: Any) -> SlideModel:
     """The model of an arm, its start values from ``seed``; ``sizes`` are the fields of `Sizes`.
 
     >>> model = build_model("gated_srp", in_dim=1536, num_outputs=4)
@@ -177,11 +176,9 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     if unknown := sorted(set(sizes) - known):
         raise UserError(f"build_model: unknown size {unknown[0]!r}, expected some of {', '.join(sorted(known))}.")
     full = Sizes(**sizes)
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # constructors draw values that `initialise` replaces; nobody else's stream may notice
-        model: nn.Module = ARMS[arm].build(in_dim, num_outputs, full)
+    # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
+    with torch.random.fork_rng(devices=[]):
+        model = ARMS[arm].build(in_dim, num_outputs, full)
     initialise(model, seed)
-    slide_model = cast(SlideTransformer, model)  # peers answer to the same calls
-    slide_model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
-    return slide_model
+    model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
+    return model

@@ -3,8 +3,8 @@
 All take (features, graph) like `SlideTransformer`. Shapes: B bags of one length, N patches, C channels, K outputs.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +12,14 @@ from torch.nn import functional as F
 
 from gated_srp.errors import UserError
 from gated_srp.models.nystrom import check_one_length
+from gated_srp.models.slide import Loss, SlideModel
 from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (B, K) logits, targets -> mean
 
-
-class Peer(nn.Module):
-    """What the training loop asks of a model.
-
-    ``refuses``: kind of task -> why this model is not made for it. ``drop_path``: the rate of its dropout, whose random
-    numbers come from the seed in ``keep`` (see `draw_keep`), so that no hidden stream takes part. `training_loss` is what
-    training minimises; models with a loss on patches add it there.
+class Peer(SlideModel):
+    """A model of another publication. ``drop_path`` is the rate of its dropout, whose random numbers come from the seed in
+    ``keep``; models with a loss on patches add it in `training_loss`.
     """
-
-    refuses: ClassVar[Mapping[str, str]] = {}
-    settings: dict[str, Any]
 
     def __init__(self, in_dim: int, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -34,15 +27,6 @@ class Peer(nn.Module):
         self.drop_path = dropout
         self.checkpointing = False  # nothing here is deep enough to be recomputed
         self.correction: GatedSRP | None = None  # `trace` shows the attention of models that also have `cls_attention`
-
-    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
-        """``features`` (B, N, in_dim), ``graph`` of the patches alone -> (B, K)."""
-        raise NotImplementedError
-
-    def training_loss(
-        self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
-    ) -> Tensor:
-        return loss(self(features, graph, keep), target)
 
     def draw_keep(
         self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None

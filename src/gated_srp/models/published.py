@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gated_srp.errors import UserError
 from gated_srp.models.arms import build_model
-from gated_srp.models.slide import SlideTransformer
+from gated_srp.models.slide import SlideModel
 
 _VARIANTS = {"nystrom_na": "na", "baseline": "na", "xsa_all_ref": "xsa", "diff_transformer": "diff"}
 _FIXED = {-1.0: "fixed_beta_minus1", 0.0: "na", 1.0: "fixed_beta_1", 2.0: "fixed_beta_2"}
@@ -36,7 +36,7 @@ _RENAMES = (
 )
 
 
-def load_published(path: str | Path) -> SlideTransformer:
+def load_published(path: str | Path) -> SlideModel:
     """The model of a checkpoint {"model": state dict, "args": settings, ...}, in evaluation mode."""
     checkpoint = _open(Path(path))
     args, weights = checkpoint["args"], checkpoint["model"]

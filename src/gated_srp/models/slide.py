@@ -5,8 +5,8 @@ Shapes: B batch, N patches, S side of the square, L = 1 + S * S rows (CLS first)
 
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,42 @@ from gated_srp.models.position import PPEG
 from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.srp.coefficient import Coefficient
 
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), targets -> a number
 
-class SlideTransformer(nn.Module):
+
+class SlideModel(nn.Module):
+    """What training and prediction ask of any model of slides: features (B, N, in_dim) and their graph -> logits (B, K).
+
+    ``refuses``: kind of task -> why this model is not made for it. ``keep`` are the random numbers of a forward, drawn
+    beforehand by `draw_keep`, so that no hidden stream takes part. `training_loss` is what training minimises.
+    """
+
+    refuses: ClassVar[Mapping[str, str]] = {}
+    settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
+    drop_path: float
+    checkpointing: bool
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def draw_keep(
+        self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def training_loss(
+        self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
+    ) -> Tensor:
+        return loss(self(features, graph, keep), target)
+
+
+class SlideTransformer(SlideModel):
     """Linear to C channels, CLS in front, blocks, LayerNorm, CLS, linear.
 
     With a ``position`` (TransMIL style) the rows are filled up to a square by repeating the first ones, and the position module
     runs after the first block; without one (`vit4`) there is no square, and bags of several lengths may share a batch.
     The last block must be a `LastBlock`. ``checkpointing = True`` recomputes each block in backward.
     """
-
-    settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
 
     def __init__(
         self,

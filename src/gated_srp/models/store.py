@@ -7,12 +7,12 @@ from typing import Any
 
 from gated_srp.errors import UserError
 from gated_srp.models.arms import build_model
-from gated_srp.models.slide import SlideTransformer
+from gated_srp.models.slide import SlideModel
 
 FORMAT = 1
 
 
-def save_model(model: SlideTransformer, path: Path, card: dict[str, Any] | None = None) -> None:
+def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None) -> None:
     """Weights, settings and what else the ``card`` says about the model."""
     from safetensors.torch import save_file
 
@@ -53,7 +53,7 @@ def load_card(path: Path) -> dict[str, Any]:
     return card
 
 
-def load_model(path: Path) -> SlideTransformer:
+def load_model(path: Path) -> SlideModel:
     """The model of a file, in evaluation mode."""
     from safetensors.torch import load_file
 

@@ -198,6 +198,8 @@ def _prepare(
         seed=job.seed,
         **job.config.sizes(job.arm),
     )
+    if reason := model.refuses.get(type(material.task).__name__.lower()):
+        raise UserError(f"arm {job.arm!r} is not made for this task: {reason}")
     model.checkpointing = train.checkpointing
     begun = fabric.broadcast(run.begun)
     if job.init is not None and not begun:

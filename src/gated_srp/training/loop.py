@@ -19,7 +19,7 @@ from torch import Tensor
 from gated_srp.data.configschema import TrainConfig
 from gated_srp.data.dataset import BagLoader, SlideBag
 from gated_srp.errors import UserError
-from gated_srp.models.slide import SlideTransformer, stream
+from gated_srp.models.slide import SlideModel, stream
 from gated_srp.tasks import Task
 from gated_srp.training.checkpoint import Checkpoint, Progress
 from gated_srp.training.gates import GateRecorder
@@ -44,7 +44,7 @@ class Training:
     """A training in memory. The model is on its device; what is frozen is frozen."""
 
     fabric: Fabric
-    model: SlideTransformer
+    model: SlideModel
     task: Task
     loader: BagLoader
     settings: TrainConfig
@@ -137,10 +137,10 @@ def learn(training: Training, bag: SlideBag) -> Tensor:
         name = f"drop path/{training.progress.epoch}/{bag.slide}"
         keep = model.draw_keep(1, generator=stream(training.seed, name)).to(device)
     training.gates.next_bag()
-    with training.fabric.autocast():
-        logits = model(bag.features.to(device, non_blocking=True)[None], bag.graph.to(device), keep)
     assert bag.target is not None
-    return training.task.loss(logits, bag.target[None].to(device))
+    features, target = bag.features.to(device, non_blocking=True)[None], bag.target[None].to(device)
+    with training.fabric.autocast():
+        return model.training_loss(features, bag.graph.to(device), target, loss=training.task.loss, keep=keep)
 
 
 def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[float]) -> None:
@@ -176,7 +176,7 @@ def finish_epoch(training: Training, bags: int, metrics: dict[str, float], score
 @torch.no_grad()
 def predict_logits(
     fabric: Fabric,
-    model: SlideTransformer,
+    model: SlideModel,
     loader: BagLoader,
     rows: Sequence[int],
     seen: Callable[[SlideBag], None] = lambda bag: None,

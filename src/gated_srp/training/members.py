@@ -19,7 +19,7 @@ from gated_srp.data.encoders import is_known
 from gated_srp.data.formats import read_header
 from gated_srp.data.preparation import Preparation
 from gated_srp.errors import UserError
-from gated_srp.models import SlideTransformer, load_card, load_model
+from gated_srp.models import SlideModel, load_card, load_model
 from gated_srp.tasks import Task
 from gated_srp.training.domain import FeatureStatistics
 from gated_srp.training.results import task_of
@@ -45,7 +45,7 @@ class Member:
         except UserError as error:
             raise UserError(f"{run}: {error}") from None
 
-    def load(self) -> SlideTransformer:
+    def load(self) -> SlideModel:
         return load_model(_model_file(self.run))
 
     @property

@@ -24,7 +24,7 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.data.preparation import Preparation
 from gated_srp.data.siblings import find_bags
 from gated_srp.errors import UserError
-from gated_srp.models import SlideTransformer
+from gated_srp.models import SlideModel
 from gated_srp.tasks import Classification, Survival
 from gated_srp.training.checkpoint import write_whole
 from gated_srp.training.domain import slide_mean
@@ -163,7 +163,7 @@ class _Runner:
         self.known = member.features
         self.device = torch.device(accelerator())
         self.half = choose_precision(member.card.get("precision", "32"), self.device.type) == "bf16"
-        self.model: SlideTransformer = member.load().to(self.device)
+        self.model: SlideModel = member.load().to(self.device)
 
     @torch.no_grad()
     def __call__(self, bag: SlideBag) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from gated_srp import __version__
 from gated_srp.errors import UserError
 from gated_srp.machine import bf16_environment
-from gated_srp.models import SlideTransformer, load_model, load_published
+from gated_srp.models import SlideModel, load_model, load_published
 from gated_srp.training.optim import gate_parameters
 
 Precision = Literal["32", "bf16"]
@@ -74,7 +74,7 @@ def file_hash(path: Path) -> str:
         ) from None
 
 
-def start_weights(model: SlideTransformer, checkpoint: Path, *, all_of_trunk: bool) -> list[str]:
+def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) -> list[str]:
     """Copy a model file's weights (model.safetensors, or a published checkpoint) into a model; notes on what was not copied.
 
     Gates that the file lacks start anew, and so does a head of another width unless ``all_of_trunk``.

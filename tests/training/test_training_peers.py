@@ -1,0 +1,33 @@
+"""Peers in the same loop: their own losses are used, and what they are not made for is refused."""
+
+import pytest
+import torch
+from toy_cohorts import open_config, write_cohort, write_survival_cohort
+
+from gated_srp import UserError
+from gated_srp.models.peers import DSMIL
+from gated_srp.training import train_run
+
+
+def test_a_peer_trains_with_its_own_loss(tmp_path, monkeypatch):
+    config = open_config(write_cohort(tmp_path), train__epochs=1)
+    seen = []
+    plain = DSMIL.training_loss
+
+    def watched(self, *args, **kwargs):
+        value = plain(self, *args, **kwargs)
+        seen.append(float(value.detach()))
+        return value
+
+    monkeypatch.setattr(DSMIL, "training_loss", watched)
+    folder = train_run(config, arm="dsmil", seed=42, quiet=True)
+    assert (folder / "metrics.json").is_file()
+    history = (folder / "history.csv").read_text().splitlines()
+    row = next(line for line in history if line.startswith("1,train,loss,"))
+    assert float(row.rsplit(",", 1)[1]) == pytest.approx(torch.tensor(seen).double().mean().item(), rel=1e-5)
+
+
+def test_a_task_that_a_peer_is_not_made_for_is_refused_with_its_reason(tmp_path):
+    config = open_config(write_survival_cohort(tmp_path), train__epochs=1)
+    with pytest.raises(UserError, match="arm 'dsmil' is not made for this task: DSMIL takes"):
+        train_run(config, arm="dsmil", seed=42, quiet=True)
