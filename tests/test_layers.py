@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gated_srp"
 LAYERS = {
     "errors": 0,
+    "files": 0,
     "machine": 0,
     "srp": 1,
     "models": 2,
@@ -25,7 +26,7 @@ LAYERS = {
     "init": 7,
     "cli": 8,
 }
-BESIDE = {("foreign", "models")}  # same layer, one may see the other
+BESIDE = {("foreign", "models"), ("files", "errors")}  # same layer, one may see the other
 
 
 def room(path: Path) -> str:

@@ -16,7 +16,6 @@ import pandas as pd
 import yaml
 
 from gated_srp.data.bag import BagError, BagHeader
-from gated_srp.data.check import write_whole
 from gated_srp.data.columns import USUAL, Columns, Task, resolve_columns
 from gated_srp.data.encoders import encoder_of_folder
 from gated_srp.data.formats import read_header
@@ -25,6 +24,7 @@ from gated_srp.data.siblings import find_bags
 from gated_srp.data.tablefile import read_frame, usual_columns
 from gated_srp.data.targets import read_classes
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 
 _LOOKED_AT = 24  # files that are opened; `check` opens all
 _FEW = 12  # values that a column of classes has at most

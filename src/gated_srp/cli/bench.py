@@ -89,10 +89,10 @@ def _save(rows: "list[Row]", output: Path | None) -> None:
 def _write_json(rows: list[dict[str, Any]], output: Path | None) -> None:
     import json
 
+    from gated_srp.files import write_whole
+
     if output is not None:
-        beside = output.with_name(f".{output.name}.part")
-        beside.write_text(json.dumps(rows, indent=1) + "\n")
-        beside.replace(output)
+        write_whole(output, json.dumps(rows, indent=1) + "\n")
 
 
 def _describe_machine() -> None:

@@ -43,9 +43,10 @@ def check(
 
     from gated_srp.cli.check_view import show
     from gated_srp.cli.progress import counting
-    from gated_srp.data.check import check_cohort, check_folder, write_quarantine, write_whole
+    from gated_srp.data.check import check_cohort, check_folder, write_quarantine
     from gated_srp.data.config import load_config
     from gated_srp.data.estimate import this_machine
+    from gated_srp.files import write_whole
 
     with counting("files") as of:
         if cohort.is_dir():

@@ -4,7 +4,6 @@ report = check_cohort(load_config("cohort.yaml"))
 report.findings, report.must_fix, report.quarantine
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.survey import FileFacts, survey, workers_for
 from gated_srp.data.table import Table
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _FULL = 0.9  # share of the memory that a run may take before it is warned of
@@ -113,18 +113,6 @@ def check_folder(folder: Path, *, deep: bool = False, progress: Progress = _sile
 def write_quarantine(check: Check, path: Path) -> None:
     """One path a line, ready for ``xargs``; written whole or not at all."""
     write_whole(path, "".join(f"{file}\n" for file in check.quarantine))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write to a temporary name beside the target, then replace it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another file.") from None
 
 
 def _of_facts(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ Shapes: N patches, M of them with neighbours, E neighbour entries, C channels.
 
 import csv
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gated_srp.errors import UserError
+from gated_srp.files import whole
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.projection import along, neighbour_mean, unit
 
@@ -73,21 +72,14 @@ def pooled(slides: Sequence[Redundancy]) -> list[Redundancy]:
 
 def write_table(measured: Iterable[Redundancy], path: Path) -> None:
     """One row for each slide, kind of rows and kind of partners: number of patches, mean and quantiles of the cosine."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["slide", "rows", "partners", "patches", "mean", *_QUANTILES])
-            for one in measured:
-                for partners in ("neighbours", "random"):
-                    cosines = getattr(one, partners)
-                    numbers = [f"{number:.6f}" for number in (cosines.mean(), *quantiles(cosines).values())]
-                    writer.writerow([one.slide, one.rows, partners, len(cosines), *numbers])
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another folder.") from None
+    with whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["slide", "rows", "partners", "patches", "mean", *_QUANTILES])
+        for one in measured:
+            for partners in ("neighbours", "random"):
+                cosines = getattr(one, partners)
+                numbers = [f"{number:.6f}" for number in (cosines.mean(), *quantiles(cosines).values())]
+                writer.writerow([one.slide, one.rows, partners, len(cosines), *numbers])
 
 
 def quantiles(cosines: Tensor) -> dict[str, float]:

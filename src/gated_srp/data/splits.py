@@ -5,7 +5,6 @@ The rules are those of the published splits, to the last draw of the random stre
 
 import csv
 import hashlib
-import os
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from gated_srp.data.columns import USUAL
 from gated_srp.data.table import Table
 from gated_srp.data.tablefile import plain
 from gated_srp.errors import UserError
+from gated_srp.files import whole
 
 PARTS = ("train", "val", "test")
 
@@ -54,18 +54,10 @@ class Split:
 
 def write_split(split: Split, path: str | Path) -> None:
     """Header ``<unit>,split``, sorted by unit; written whole or not at all."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([split.unit, "split"])
-            writer.writerows(sorted(split.parts.items()))
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"{path}: the split cannot be written ({error.strerror}). Choose another file.") from None
+    with whole(Path(path)) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([split.unit, "split"])
+        writer.writerows(sorted(split.parts.items()))
 
 
 def assign_parts(split: Split, table: Table) -> "pd.Series[Any]":

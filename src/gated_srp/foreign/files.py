@@ -1,7 +1,6 @@
 """Gates as a file of their own: safetensors with a JSON card, written whole or not at all. No pickle."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +8,18 @@ import torch
 from torch import Tensor
 
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 
 FORMAT = 1
 _SETTINGS = ("delta", "hidden_dim", "window", "layers")
 
 
 def save(path: Path, gates: dict[str, Tensor], card: dict[str, Any]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save as serialised
 
     full = {"format": FORMAT, "kind": "gated-srp gates", **card}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {name: value.detach().cpu().contiguous() for name, value in gates.items()}
-    try:
-        save_file(tensors, beside, metadata={"card": json.dumps(full, sort_keys=True)})
-        os.replace(beside, path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be written ({error}). Choose a folder that exists and is yours.") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, serialised(tensors, metadata={"card": json.dumps(full, sort_keys=True)}))
 
 
 def load(path: Path, gates: dict[str, Tensor], card: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """Models as files: one safetensors file with a JSON card inside, written whole or not at all. No pickle."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
@@ -14,20 +14,11 @@ FORMAT = 1
 
 def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None) -> None:
     """Weights, settings and what else the ``card`` says about the model."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    path = Path(path)
     full = {"format": FORMAT, "settings": model.settings, **(card or {})}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(
-            {k: v.contiguous() for k, v in model.state_dict().items()},
-            beside,
-            metadata={"card": json.dumps(full, sort_keys=True)},
-        )
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    write_whole(Path(path), save(tensors, metadata={"card": json.dumps(full, sort_keys=True)}))
 
 
 def load_card(path: Path) -> dict[str, Any]:

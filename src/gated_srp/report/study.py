@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 from gated_srp.report.tables import Grid, arm_name, comparison_grid, formats, metric_name, std_grid
 from gated_srp.study.matrix import Cell
 from gated_srp.study.results import Comparison
-from gated_srp.training.checkpoint import write_whole
 
 
 def write_comparison(

@@ -16,9 +16,9 @@ import yaml
 
 from gated_srp.data.configschema import CohortConfig
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 from gated_srp.study.matrix import Cell, Row, plan, unit_name
 from gated_srp.study.statistics import TTest, t_test
-from gated_srp.training.checkpoint import write_whole
 
 DELTAS = (0.5, 1.0, 1.5, 2.0)
 WIDTHS = (16, 32, 64, 128)

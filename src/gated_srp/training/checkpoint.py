@@ -1,7 +1,6 @@
-"""Files that are whole or not there: results, and the full state of an unfinished training."""
+"""The full state of an unfinished training."""
 
 import io
-import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,9 @@ import torch
 from torch import Tensor
 
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 
 FORMAT = 1
-
-
-def write_whole(path: Path, content: bytes | memoryview | str) -> None:
-    """Write beside the target, force it to the disk, then replace: a reader sees the old file or the new one.
-
-    A disk that is full (or any other failure to write) leaves the old file in place and nothing beside it.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}). What was saved before is untouched; free some space or mend the folder, "
-            "then start the same command again: it goes on from there."
-        ) from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 @dataclass

@@ -17,9 +17,9 @@ from gated_srp.data.configschema import CohortConfig
 from gated_srp.data.encoders import canonical
 from gated_srp.data.preparation import Preparation
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 from gated_srp.tasks import Classification, Multilabel, Survival, Task
 from gated_srp.tasks.survival_metrics import FollowUp, RiskGroups, risk_groups
-from gated_srp.training.checkpoint import write_whole
 from gated_srp.training.material import Level
 from gated_srp.training.members import Member
 from gated_srp.training.predict import Progress, no_progress, run_models

@@ -24,9 +24,9 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.data.preparation import Preparation
 from gated_srp.data.siblings import find_bags
 from gated_srp.errors import UserError
+from gated_srp.files import write_whole
 from gated_srp.models import SlideModel
 from gated_srp.tasks import Classification, Survival
-from gated_srp.training.checkpoint import write_whole
 from gated_srp.training.domain import slide_mean
 from gated_srp.training.loop import blaming
 from gated_srp.training.members import FittingDataset, Member, open_members

@@ -19,7 +19,7 @@ import yaml
 
 from gated_srp.data.configschema import CohortConfig
 from gated_srp.errors import UserError
-from gated_srp.training.checkpoint import write_whole
+from gated_srp.files import write_whole
 
 HISTORY = ("epoch", "split", "metric", "value")
 # Settings that change where or how fast a run is computed, not what it computes.

@@ -1,0 +1,37 @@
+"""Files that are whole or not there."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gated_srp.errors import UserError
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A name beside the target to write to. It replaces the target when the block ends well; otherwise nothing is left of it.
+
+    A folder that cannot be written and a full disk are the user's to mend: what was there before is untouched.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        os.replace(draft, path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}). What was there before is untouched; free some space, mend the "
+            "folder or choose another, then start the same command again."
+        ) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes | memoryview | str) -> None:
+    """Write the content and force it to the disk before it replaces the target."""
+    data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
+    with whole(path) as draft, draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
