@@ -63,6 +63,46 @@ def extract(
         raise typer.Exit(1)
 
 
+def heatmap(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN... FEATURES", help="Runs (folders or model files), then a slide's feature file."),
+    ],
+    wsi: Annotated[
+        Path | None, typer.Option("--wsi", help="The slide image; the one that the feature file names, if it is there.")
+    ] = None,
+    value: Annotated[
+        str,
+        typer.Option("--value", "-v", help="attention, beta, homogeneity, correction, change, or a CSV of scores."),
+    ] = "attention",
+    layer: Annotated[int | None, typer.Option("--layer", min=1, help="Which layer, from 1.")] = None,
+    head: Annotated[int | None, typer.Option("--head", min=1, help="Which head, from 1; the mean of all.")] = None,
+    percentile: Annotated[
+        bool, typer.Option("--percentile", help="Colours linear from percentile 1 to 99, instead of by rank.")
+    ] = False,
+    export: Annotated[
+        list[str] | None, typer.Option("--export", help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
+    ] = None,
+    stride: Annotated[float | None, typer.Option(help="Distance of patches, where the file's is wrong.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pictures.")] = Path("heatmap"),
+) -> None:
+    """Show where a model looks on a slide and what its gates change: PNG, contact sheet, files for QuPath."""
+    from gated_srp.report.show import Request, show_slide
+
+    request = Request(
+        value=value,
+        layer=layer,
+        head=head,
+        percentile=percentile,
+        image=wsi,
+        exports=tuple(export or ()),
+        stride=stride,
+    )
+    *runs, file = paths
+    for path in show_slide(runs, file, request, output):
+        typer.echo(f"written: {path}")
+
+
 def _encoder(name: str) -> "Encoder":
     """By any tool's spelling of its name."""
     from gated_srp.data.encoders import canonical
