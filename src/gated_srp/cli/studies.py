@@ -1,19 +1,33 @@
 """Commands on results of many runs."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from gated_srp.cli.study_run import Running
     from gated_srp.study.results import Comparison
+
+
+class Engine(StrEnum):
+    """Where cells run."""
+
+    local = "local"
+    ray = "ray"
+    slurm = "slurm"
 
 
 Jobs = Annotated[
     int | None, typer.Option("--jobs", "-j", min=1, help="Cells at a time; as many as cores, memory and devices allow.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a study of more than an hour.")]
+Where = Annotated[
+    Engine, typer.Option("--engine", help="This machine, a Ray cluster, or a Slurm script to submit yourself.")
+]
+Address = Annotated[str | None, typer.Option("--address", help="Of the Ray cluster, e.g. auto or ray://host:10001.")]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; those of the YAML.")]
 
 
@@ -34,6 +48,8 @@ def compare(
     bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="How often patients are resampled.")] = 200,
     jobs: Jobs = None,
     yes: Yes = False,
+    engine: Where = Engine.local,
+    address: Address = None,
 ) -> None:
     """Train arms x seeds on identical splits, and say what the paired differences show. Start it again to go on."""
     from gated_srp.cli.study_run import compare_arms
@@ -48,7 +64,7 @@ def compare(
         reference=reference,
         output=output,
         bootstrap=bootstrap,
-        running=(jobs, yes),
+        running=_running(jobs, yes, engine, address),
     )
     if failed:
         raise typer.Exit(1)
@@ -62,13 +78,21 @@ def tune(
     out: Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's.")] = None,
     jobs: Jobs = None,
     yes: Yes = False,
+    engine: Where = Engine.local,
+    address: Address = None,
 ) -> None:
     """Choose delta and hidden width on validation, within each seed, and freeze them for `compare`; say the optimism."""
     from gated_srp.cli.study_run import tune_gate
     from gated_srp.data import load_config
 
     config = load_config(cohort, {"out": str(out)} if out else None)
-    tune_gate(config, arm=arm, seeds=_numbers(seeds) or config.seeds, quick=quick, running=(jobs, yes))
+    tune_gate(
+        config,
+        arm=arm,
+        seeds=_numbers(seeds) or config.seeds,
+        quick=quick,
+        running=_running(jobs, yes, engine, address),
+    )
 
 
 def reproduce(
@@ -91,6 +115,8 @@ def reproduce(
     listing: Annotated[bool, typer.Option("--list", help="Name all studies.")] = False,
     jobs: Jobs = None,
     yes: Yes = False,
+    engine: Where = Engine.local,
+    address: Address = None,
 ) -> None:
     """Do a study of the paper again: its rows and columns, with the published numbers and the differences beside ours."""
     from gated_srp.cli.reproduce_run import list_studies, reproduce_studies
@@ -108,7 +134,12 @@ def reproduce(
         settings[key] = value
     sources = Sources(_by_cohort(features, "features"), _by_cohort(labels, "labels"), out, settings)
     if reproduce_studies(
-        name, sources, cohorts=_words(cohorts), seeds=_numbers(seeds), dry_run=dry_run, running=(jobs, yes)
+        name,
+        sources,
+        cohorts=_words(cohorts),
+        seeds=_numbers(seeds),
+        dry_run=dry_run,
+        running=_running(jobs, yes, engine, address),
     ):
         raise typer.Exit(1)
 
@@ -128,6 +159,12 @@ def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
             raise UserError(f"--{option} {item}: no such file or folder. Expected a path, or COHORT=PATH.")
         found[find_cohort(cohort).name if cohort else ""] = path.absolute()
     return found
+
+
+def _running(jobs: int | None, yes: bool, engine: Engine, address: str | None) -> "Running":
+    from gated_srp.cli.study_run import Running
+
+    return Running(jobs, yes, engine.value, address)
 
 
 def _words(given: str | None) -> tuple[str, ...]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import torch
 import typer
 from rich.console import Console
 
@@ -16,13 +19,24 @@ from gated_srp.data.configschema import CohortConfig
 from gated_srp.data.estimate import this_machine
 from gated_srp.errors import UserError
 from gated_srp.study.collect import collect, compare_cells
-from gated_srp.study.cost import cost
+from gated_srp.study.cost import Cost, cost
 from gated_srp.study.engine import Board, Slot, local_slots, run_local
 from gated_srp.study.matrix import Cell, Row, plan, quick_version, refuse_mismatches, refuse_unpaired
+from gated_srp.study.ray_engine import run_ray
+from gated_srp.study.slurm import write_job_array
 from gated_srp.training.progress import spoken
 
 _LONG = 3600.0  # seconds from which on a person is asked
-Running = tuple[int | None, bool]  # cells at a time; whether not to ask
+
+
+@dataclass(frozen=True)
+class Running:
+    """How to run: cells at a time (None: as many as fit), whether not to ask, and where."""
+
+    jobs: int | None = None
+    yes: bool = False
+    engine: Literal["local", "ray", "slurm"] = "local"
+    address: str | None = None
 
 
 def compare_arms(
@@ -97,7 +111,6 @@ def tune_gate(config: CohortConfig, *, arm: str, seeds: Sequence[int], quick: bo
 
 def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Running) -> Board:
     """Check what is there, say what is to come, ask if it is long, and run what is missing."""
-    jobs, yes = running
     refuse_mismatches(cells, data)
     board = Board(tuple(cells))
     machine = this_machine()
@@ -106,24 +119,43 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
     typer.echo(f"{len(board.cells)} cells, {finished} finished before, {ahead.cells} to run")
     if not ahead.cells:
         return board
-    slots = local_slots(jobs or ahead.cells, 1.0 if jobs else ahead.memory)
-    many = len({slot.device for slot in slots})
-    seconds = ahead.seconds / many
+    if running.engine == "slurm":
+        _write_slurm(board, ahead, gpu=torch.cuda.is_available())
+        raise typer.Exit
+    slots = local_slots(running.jobs or ahead.cells, 1.0 if running.jobs else ahead.memory)
+    seconds = ahead.seconds / len({slot.device for slot in slots})
+    where = (
+        f"the cluster at {running.address or 'hand'}"
+        if running.engine == "ray"
+        else f"{machine.name}, {_places(slots)}"
+    )
     typer.echo(
         f"roughly {spoken(seconds)} on {machine.name}, {_bytes(ahead.disk)} on disk, {_bytes(ahead.memory)} of memory a cell; "
-        f"{_places(slots)}"
+        f"runs on {where}"
     )
-    if seconds > _LONG and not yes and sys.stdin.isatty() and not typer.confirm("Start?", default=True):
+    if seconds > _LONG and not running.yes and sys.stdin.isatty() and not typer.confirm("Start?", default=True):
         raise typer.Exit(1)
     with showing(board, Console(stderr=True, highlight=False)) as tick:
         try:
-            run_local(board, slots, tick=tick)
+            if running.engine == "ray":
+                run_ray(board, address=running.address, memory=ahead.memory, tick=tick)
+            else:
+                run_local(board, slots, tick=tick)
         except KeyboardInterrupt:
             typer.echo(
                 "stopped; running cells have saved their states. Start the same command again to go on.", err=True
             )
             raise typer.Exit(130) from None
     return board
+
+
+def _write_slurm(board: Board, ahead: Cost, *, gpu: bool) -> None:
+    waiting = board.of("waiting")
+    folder = waiting[0].config.out / "slurm"
+    path = write_job_array(folder, waiting, seconds=ahead.seconds / ahead.cells, memory=ahead.memory, gpu=gpu)
+    typer.echo(
+        f"written: {path}\nSubmit it with `sbatch {path}`; when it is done, start this command again to see the results."
+    )
 
 
 def _places(slots: Sequence[Slot]) -> str:

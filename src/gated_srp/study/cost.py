@@ -14,6 +14,7 @@ from gated_srp.study.matrix import Cell, distinct
 from gated_srp.training.domain import evenly
 
 _LOOKED_AT = 50  # slides whose headers are read
+_START = 5.0  # seconds in which a process imports and reads its table
 _STATE = 4  # weights, two moments and the best weights: what an unfinished run keeps
 
 
@@ -40,7 +41,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
         model = cell.config.model
         trunk = Trunk(look.width, model.dim, model.depth, dense=cell.arm.startswith("vit4"))
         parts = {part: [look.typical] * count for part, count in look.counts.items()}
-        seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate)
+        seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate) + _START
         weights = 4.0 * (12 * model.dim**2 * model.depth + look.width * model.dim)
         disk += weights
         memory = max(memory, trunk.memory(look.largest) * cell.config.train.batch_size)
