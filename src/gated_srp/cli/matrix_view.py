@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, Group
 
     from gated_srp.study.engine import Board, Status
     from gated_srp.study.matrix import Cell
@@ -50,15 +49,16 @@ def _say(console: Console, board: Board, cell: Cell, status: Status) -> None:
     console.print(f"{cell}: {text}", markup=False, soft_wrap=True)
 
 
-def _table(board: Board) -> Table:
+def _table(board: Board) -> Group:
     """Rows are arms of a cohort, columns seeds."""
+    from rich.console import Group
     from rich.table import Table
 
     units = list(dict.fromkeys(cell.unit for cell in board.cells))
     at = {(cell.cohort, cell.row, cell.unit): cell for cell in board.cells}
     counts = {state: len(board.of(state)) for state in ("finished", "running", "waiting", "failed")}
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    table = Table(title=f"{told}{_left(board)}", title_justify="left", pad_edge=False)
+    table = Table(pad_edge=False)
     cohorts = len({cell.cohort for cell in board.cells}) > 1
     for head in (["cohort", "arm"] if cohorts else ["arm"], units):
         for name in head:
@@ -66,7 +66,7 @@ def _table(board: Board) -> Table:
     for cohort, row in dict.fromkeys((cell.cohort, cell.row) for cell in board.cells):
         texts = [_state(at[cohort, row, unit], board) if (cohort, row, unit) in at else "" for unit in units]
         table.add_row(*([cohort] if cohorts else []), row, *texts)
-    return table
+    return Group(f"{told}{_left(board)}", table)  # not its title, which would be folded to its width
 
 
 def _state(cell: Cell, board: Board) -> str:

@@ -1,0 +1,82 @@
+"""`gated-srp compare` from the YAML to the folder of results, with real training in a process of its own."""
+
+import json
+
+import pytest
+import typer
+from training.toy_cohorts import open_config, write_cohort
+from typer.testing import CliRunner
+
+from gated_srp.cli import studies
+from gated_srp.cli.matrix_view import showing
+from gated_srp.errors import UserError
+from gated_srp.study.engine import Board
+from gated_srp.study.matrix import Row, plan
+from gated_srp.training import train_run
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory):
+    return write_cohort(tmp_path_factory.mktemp("cohort"), slides=16, train={"epochs": 2})
+
+
+@pytest.fixture(scope="module")
+def app():
+    app = typer.Typer()
+    app.command()(studies.compare)
+    return app
+
+
+def test_a_half_done_comparison_is_finished_and_told(cohort, app):
+    run = train_run(open_config(cohort), arm="na", seed=42, quiet=True)
+    before = (run / "metrics.json").stat().st_mtime_ns
+    shown = CliRunner().invoke(app, [str(cohort), "--arms", "na,gated_srp", "--seeds", "42", "--bootstrap", "5"])
+    assert shown.exit_code == 0, shown.output
+    assert "2 cells, 1 finished before, 1 to run" in shown.output
+    assert "Gated SRP against NA, toy, F1: one seed" in shown.output
+    assert (run / "metrics.json").stat().st_mtime_ns == before
+    folder = cohort.parent / "runs" / "toy" / "comparison"
+    rows = (folder / "results.csv").read_text().splitlines()
+    assert rows[0] == "cohort,arm,seed,metric,value"
+    assert {row.rsplit(",", 2)[0] for row in rows[1:]} == {"toy,na,42", "toy,gated_srp,42"}
+    assert json.loads((folder / "comparison.json").read_text())["reference"] == "na"
+    assert "effective β" in (folder / "figures" / "trajectories.svg").read_text()
+
+
+def test_quick_is_said_and_kept_apart_and_slurm_only_writes(cohort, app):
+    shown = CliRunner().invoke(app, [str(cohort), "--arms", "na,xsa", "--quick", "--engine", "slurm"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.startswith("QUICK: 2 of 2 epochs, 3 of 5 seeds")
+    lines = (cohort.parent / "runs" / "quick" / "slurm" / "cells.jsonl").read_text().splitlines()
+    assert len(lines) == 6
+    assert not (cohort.parent / "runs" / "quick" / "toy").exists()
+
+
+def test_a_reference_that_is_not_compared_is_refused(cohort, app):
+    shown = CliRunner().invoke(app, [str(cohort), "--arms", "xsa,diff", "--reference", "na"])
+    assert isinstance(shown.exception, UserError)
+    assert "not among the arms: xsa, diff" in str(shown.exception)
+
+
+def test_a_seed_that_is_none_is_refused(cohort, app):
+    shown = CliRunner().invoke(app, [str(cohort), "--seeds", "42,x"])
+    assert "'x' is no seed" in str(shown.exception)
+
+
+def test_a_terminal_shows_one_table_and_a_pipe_lines(cohort, tmp_path):
+    from rich.console import Console
+
+    config = open_config(cohort, out=str(tmp_path))
+    board = Board(plan(config, [Row.of("na"), Row.of("xsa")], [42, 43]))
+    terminal = Console(record=True, force_terminal=True, width=80, file=(tmp_path / "t").open("w"))
+    with showing(board, terminal):
+        board.set(board.cells[0], "running")
+        board.set(board.cells[1], "failed", "no luck")
+    text = terminal.export_text()
+    terminal.file.close()
+    assert all(word in text for word in ("1 running, 2 waiting, 1 failed", "42", "43", "epoch 0/2", "waiting"))
+    pipe = Console(record=True, file=(tmp_path / "p").open("w"))
+    with showing(board, pipe):
+        board.set(board.cells[1], "failed", "no luck")
+    pipe.file.close()
+    assert pipe.export_text() == "toy xsa seed 42: FAILED twice, the rest goes on: no luck\n"
