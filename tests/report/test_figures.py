@@ -58,6 +58,32 @@ def test_each_figure_says_what_it_shows(done, tmp_path):
         assert [label for label in labels if label not in text] == [], name
 
 
+def test_kaplan_meier_splits_the_test_cases_at_the_training_median(tmp_path):
+    from lifelines.statistics import logrank_test
+
+    from gated_srp.models import build_model
+    from gated_srp.models.store import save_model
+    from gated_srp.report.curves import draw_kaplan_meier
+
+    cell = cells(tmp_path, ("na",), (42,), task="survival", metric="c_index", score="case")[0]
+    finish(cell, c_index=0.8)
+    times, risks, events = (1, 2, 3, 4, 5, 6, 7, 8), (9, 8, 7, 2, 6, 1, 3, 0), (1, 1, 1, 1, 0, 1, 0, 1)
+    rows = [f"p{i},{t},{e},{r}" for i, (t, e, r) in enumerate(zip(times, events, risks, strict=True))]
+    (cell.key / "predictions_test_case.csv").write_text("case,time,event,risk\n" + "\n".join(rows) + "\n")
+    model = build_model("na", in_dim=4, num_outputs=4, dim=12, num_heads=2, depth=2, num_landmarks=2)
+    save_model(model, cell.key / "model.safetensors", {"median_risk": 5})
+    text = draw_kaplan_meier({"na": [cell]}, tmp_path / "km", cohort="TCGA-KIRC")[0].read_text()
+    p = logrank_test([1, 2, 3, 5], [4, 6, 7, 8], [1, 1, 1, 0], [1, 1, 0, 1]).p_value
+    for word in (
+        f"log-rank p {p:.3f}",
+        "high predicted risk",
+        "low predicted risk",
+        "survival probability",
+        "KIRC: Kaplan",
+    ):
+        assert word in text
+
+
 def test_the_signed_gates_geometry_names_its_regimes(tmp_path):
     text = draw_signed_gate(tmp_path / "gate")[0].read_text()
     assert all(word in text for word in ("β = 1, projected", "β = 2, reflected", "amplified", "gate logit g", "start"))

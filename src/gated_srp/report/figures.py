@@ -177,7 +177,7 @@ def draw_signed_gate(stem: Path, *, delta: float = 2.0) -> list[Path]:
         left.annotate("", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": COLOURS[place], "linewidth": 1.8})
         left.text(tip[0], across + 0.05 + 0.07 * (place % 2), label, ha="center", fontsize=8.5, color=COLOURS[place])
     left.plot([-0.8, 1.6], [across, across], color="#888888", linestyle=":", linewidth=1)
-    left.set(xlim=(-1.2, 2.0), ylim=(-0.2, 0.95))
+    left.set(xlim=(-1.7, 2.5), ylim=(-0.2, 0.95))
     tidy(left, x="along the neighbours' axis", y="across it (never changed)", title="z = y − β ⟨y, r̂⟩ r̂")
     logit = np.linspace(-4, 4, 200)
     signed, sigmoid = delta * np.tanh(logit), delta / (1 + np.exp(-logit))
