@@ -23,3 +23,40 @@ def init(
     for choice in draft.choices:
         typer.secho(f"to choose in {output}: {choice}", fg="yellow")
     typer.echo(f"next: gated-srp check {output}")
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the demo.")] = Path("gated-srp-demo"),
+) -> None:
+    """Generate a cohort, compare four attentions on it and write a report; about three minutes. Start it again to go on."""
+    import shlex
+    import time
+
+    from gated_srp.cli import app
+    from gated_srp.demo import generate, steps
+
+    begun = time.monotonic()
+    fresh = generate(output)
+    typer.echo(
+        f"{output}: generated slides, {'written' if fresh else 'there already'}; about.txt says how they are made"
+    )
+    for step in steps(output):
+        typer.secho(f"\n# {step.words}\n$ gated-srp {shlex.join(step.command)}", bold=True)
+        status = app(list(step.command), standalone_mode=False)
+        if status:
+            raise typer.Exit(int(status))
+    typer.echo(
+        f"\n{time.monotonic() - begun:.0f} s. On your own data: gated-srp init FOLDER TABLE, then the commands above."
+    )
+    typer.echo(f"The report: {(output / 'report.html').absolute()}")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run, a comparison, a reproduction, or a folder above them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce."""
+    from gated_srp.report.page import write_page
+
+    size = write_page(folder, output)
+    typer.echo(f"written: {output} ({size / 1e6:.1f} MB, opens in any browser, loads nothing)")

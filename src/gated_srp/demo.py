@@ -1,0 +1,219 @@
+"""The demo: a generated cohort, and the commands that a user would run on it.
+
+Shapes: N patches, C channels.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+from scipy.ndimage import gaussian_filter
+
+from gated_srp.errors import UserError
+from gated_srp.files import whole, write_whole
+
+NAME = "demo"
+_MADE = "generated.json"  # written last: the cohort is whole
+_PATCH = 512  # level-0 pixels of a patch at 20x of a 40x slide
+_TREE = Path("features", "20x_256px_0px_overlap", "features_demo64")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the slides are made. Nothing here was chosen by looking at how the arms differ."""
+
+    seed: int = 0
+    patients: int = 120  # every fifth has two slides
+    columns: int = 20
+    rows: int = 16
+    tissue: tuple[float, float] = (0.5, 0.8)  # share of the lattice that holds tissue
+    width: int = 64
+    directions: int = 8  # along which the background varies
+    smooth: float = 4.0  # patches over which it varies
+    noise: float = 0.25  # of each patch by itself, along every channel
+    strength: float = 4.0  # of a focus, in standard deviations of the background along the same axis
+    foci: tuple[int, int] = (3, 8)  # of a slide that has any; each is two by two patches
+
+    def words(self) -> str:
+        """What a reader of the report must know."""
+        slides = self.patients + self.patients // 5
+        return (
+            "These data are generated; there is no tissue behind them, and nothing here says how any method does on real slides. "
+            f"{slides} slides of {self.patients} patients: each patch has {self.width} features, a background that varies slowly over "
+            f"about {self.smooth:g} patches along {self.directions} shared directions, the slide's own shift, and noise of its own. "
+            f"In the slides of half of the patients {self.foci[0]} to {self.foci[1]} small foci (2 x 2 patches) deviate from what "
+            f"surrounds them by {self.strength:g} standard deviations along one axis, the same in all slides, along which the background "
+            "varies too: a focus is told by how it differs from its neighbours. The label says whether a slide has foci; "
+            "the second table gives survival times whose hazard grows with their number. "
+            "Strength and sizes were set so that plain attention (NA) learns something in a short time; "
+            "no seed and no setting was chosen for the sake of the comparison, and whatever comes out is shown."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """A slide: cells of the lattice (N, 2), features (N, C), which patches are in a focus (N,), and how many foci there are."""
+
+    cells: np.ndarray
+    features: np.ndarray
+    focal: np.ndarray
+    foci: int
+
+
+def make_slide(rng: np.random.Generator, recipe: Recipe, axes: np.ndarray, foci: int) -> Generated:
+    """``axes`` (directions, C): where the background varies; their first is the axis of the foci too."""
+    shape = (recipe.rows, recipe.columns)
+    ground = _smooth(rng, shape, recipe.smooth)
+    tissue = ground > np.quantile(ground, 1 - rng.uniform(*recipe.tissue))
+    fields = np.stack([_smooth(rng, shape, recipe.smooth) for _ in axes], -1)  # (rows, columns, directions)
+    focal = np.zeros(shape, bool)
+    inner = np.argwhere(tissue[:-1, :-1] & tissue[1:, :-1] & tissue[:-1, 1:] & tissue[1:, 1:])
+    for row, column in inner[rng.choice(len(inner), foci, replace=False)]:
+        focal[row : row + 2, column : column + 2] = True
+    fields[..., 0] += recipe.strength * focal
+    features = fields @ axes + recipe.noise * rng.standard_normal((*shape, recipe.width))
+    features += recipe.noise * rng.standard_normal(recipe.width)  # the slide's own shift: stain, scanner
+    place = np.argwhere(tissue)
+    return Generated(place[:, ::-1], features[tissue].astype(np.float32), focal[tissue], foci)
+
+
+def _smooth(rng: np.random.Generator, shape: tuple[int, int], sigma: float) -> np.ndarray:
+    field: np.ndarray = gaussian_filter(rng.standard_normal(shape), sigma)
+    unit: np.ndarray = (field - field.mean()) / field.std()
+    return unit
+
+
+def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - frozen
+    """Write the cohort into ``home``: TRIDENT's files, two tables, two YAMLs, the truth. False: it is there already."""
+    made = home / _MADE
+    if made.is_file() and json.loads(made.read_text(encoding="utf-8")) == json.loads(json.dumps(asdict(recipe))):
+        return False
+    if home.exists() and (not home.is_dir() or (any(home.iterdir()) and not made.is_file() and not _ours(home))):
+        raise UserError(f"{home}: is there already and is no demo's folder. Choose another with -o, or remove it.")
+    write_whole(home / "about.txt", recipe.words() + "\n")
+    rng = np.random.default_rng(recipe.seed)
+    axes = np.linalg.qr(rng.standard_normal((recipe.width, recipe.directions)))[0].T
+    slides, patients = [("slide_id", "patient", "label")], [("patient", "time_days", "event")]
+    for number in range(recipe.patients):
+        patient, focal, counts = f"P{number + 1:03d}", bool(number % 2), []
+        for part in "ab"[: 1 + (number % 5 == 0)]:
+            foci = int(rng.integers(recipe.foci[0], recipe.foci[1] + 1)) if focal else 0
+            slide = make_slide(rng, recipe, axes, foci)
+            counts.append(foci)
+            write_trident(home / _TREE / f"{patient}_{part}.h5", slide, recipe)
+            write_truth(home / "truth" / f"{patient}_{part}.csv", slide)
+            slides.append((f"{patient}_{part}", patient, "foci" if focal else "no foci"))
+        patients.append((patient, *_fate(rng, sum(counts) / len(counts))))
+    _write_table(home / "slides.csv", slides)
+    _write_table(home / "survival.csv", patients)
+    write_whole(home / "cohort.yaml", _YAML.format(name=NAME, table="slides.csv", what="target: label"))
+    survival = "task: survival\ntime: time_days\nevent: event"
+    write_whole(home / "survival.yaml", _YAML.format(name=f"{NAME}-survival", table="survival.csv", what=survival))
+    write_whole(made, json.dumps(asdict(recipe), indent=2) + "\n")
+    return True
+
+
+def _ours(home: Path) -> bool:
+    """A demo that was stopped while it generated."""
+    return (home / "about.txt").is_file() and {path.name for path in home.iterdir()} <= _OWN
+
+
+_OWN = {"about.txt", "features", "truth", "slides.csv", "survival.csv", "cohort.yaml", "survival.yaml"}
+_YAML = """\
+# Written by `gated-srp demo`; on your own data `gated-srp init FOLDER TABLE` writes such a file.
+name: {name}
+features: features
+table: {table}
+{what}
+
+# A small model and few epochs, so that the demo takes minutes. Without these two lines: the paper's.
+model: {{dim: 64, depth: 2, num_heads: 4, num_landmarks: 16, hidden_dim: 16}}
+train: {{epochs: 10, lr: 5e-4, accumulation: 4, workers: 0}}
+
+arms: [na, xsa, diff, gated_srp]
+seeds: [42, 43]
+out: runs
+"""
+
+
+def _fate(rng: np.random.Generator, foci: float) -> tuple[str, str]:
+    """Days to the event or to the end of follow-up; each focus raises the hazard by half."""
+    death = rng.exponential(1500.0) / 1.5**foci
+    end = rng.uniform(300.0, 3000.0)
+    return f"{max(1.0, min(death, end)):.0f}", str(int(death <= end))
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write_trident(path: Path, slide: Generated, recipe: Recipe) -> None:
+    """As TRIDENT writes features: its arrays, its attributes, its place in the tree."""
+    with whole(path) as draft, h5py.File(draft, "w") as file:
+        features = file.create_dataset("features", data=slide.features)
+        features.attrs.update({"name": path.stem, "encoder": "demo64"})
+        coords = file.create_dataset("coords", data=slide.cells * _PATCH)
+        coords.attrs.update(
+            {
+                "patch_size": 256,
+                "patch_size_level0": _PATCH,
+                "level0_magnification": 40,
+                "target_magnification": 20,
+                "overlap": 0,
+                "name": path.stem,
+                "level0_width": recipe.columns * _PATCH,
+                "level0_height": recipe.rows * _PATCH,
+            }
+        )
+
+
+def write_truth(path: Path, slide: Generated) -> None:
+    """x, y and true_focus of each patch: what `gated-srp heatmap --value` takes."""
+    rows = [(x, y, int(inside)) for (x, y), inside in zip((slide.cells * _PATCH).tolist(), slide.focal, strict=True)]
+    _write_table(path, [("x", "y", "true_focus"), *rows])
+
+
+def _write_table(path: Path, rows: Sequence[tuple[object, ...]]) -> None:
+    write_whole(path, "".join(",".join(map(str, row)) + "\n" for row in rows))
+
+
+# Steps ---------------------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """What happens next, in words, and the arguments of `gated-srp` that do it."""
+
+    words: str
+    command: tuple[str, ...]
+
+
+def steps(home: Path) -> Iterator[Step]:
+    """Each is to be done before the next is asked for: the slide of the heatmap depends on the split."""
+    cohort, runs = str(home / "cohort.yaml"), home / "runs" / NAME
+    yield Step("what is there, and is it sound?", ("check", cohort, "--json", str(home / "check.json")))
+    yield Step("how redundant are neighbouring patches?", ("redundancy", cohort, "-o", str(home / "redundancy")))
+    yield Step("four attentions, two seeds, identical splits", ("compare", cohort))
+    run = runs / "gated_srp" / "seed42"
+    slide = heatmap_slide(run)
+    file, out = str(home / _TREE / f"{slide}.h5"), ("-o", str(home / "heatmaps"))
+    truth = ("heatmap", file, "--value", str(home / "truth" / f"{slide}.csv"), *out)
+    yield Step(f"the true foci of {slide}, the first test slide that has any", truth)
+    for value in ("attention", "beta"):
+        for layer in ("1", "2"):
+            command = ("heatmap", str(run), file, "--value", value, "--layer", layer, *out)
+            yield Step(f"what the model shows of it: {value}, layer {layer}", command)
+    yield Step("where its gates draw attention to", ("heatmap", str(run), file, "--value", "change", *out))
+    yield Step("how alike its neighbours are", ("heatmap", str(run), file, "--value", "homogeneity", *out))
+    yield Step("everything on one page", ("report", str(home), "-o", str(home / "report.html")))
+
+
+def heatmap_slide(run: Path) -> str:
+    """The first test slide that has foci, by name."""
+    with (run / "predictions_test_slide.csv").open(encoding="utf-8", newline="") as file:
+        return min(row["slide"] for row in csv.DictReader(file) if row["label"] == "foci")

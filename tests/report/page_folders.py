@@ -1,0 +1,57 @@
+"""Folders as `compare` leaves them, without training: for tests of the page."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from study.study_cells import cells, finish
+
+from gated_srp.report.study import write_comparison
+from gated_srp.study.collect import collect, compare_cells
+
+HOSTILE = "<script>alert(1)</script>"
+SCORES = {"na": (0.60, 0.62, 0.61), "gated_srp": (0.710, 0.731, 0.719), "xsa": (0.60, 0.64, 0.58)}
+
+
+def compared(home: Path, *, name: str = "toy") -> Path:
+    """Three arms, three seeds, figures, a check, maps of two layers; one slide has a hostile name."""
+    planned = cells(home / "runs", tuple(SCORES), (42, 43, 44), name=name)
+    for cell in planned:
+        value = SCORES[cell.arm][cell.seed - 42]
+        gates = (0.1, 0.4) if cell.arm == "gated_srp" else ()
+        finish(cell, gates=gates, macro_f1=value, accuracy=value, macro_auc=value)
+        metrics = json.loads((cell.key / "metrics.json").read_text())
+        about = {"cohort": name, "arm": cell.arm, "seed": cell.seed, "fold": 0, "score": "slide", "select": "macro_f1"}
+        (cell.key / "metrics.json").write_text(json.dumps(about | metrics))
+        (cell.key / "environment.json").write_text(json.dumps({"versions": {"torch": "2.0"}, "platform": HOSTILE}))
+        chance = 0.5 + value / 10
+        rows = [f"s{i:02d},p{i},{'ab'[i % 2]},a,{chance:.3f},{1 - chance:.3f}" for i in range(12)]
+        rows.append(f"{HOSTILE},p12,a,a,{chance:.3f},{1 - chance:.3f}")
+        table = "slide,case,label,predicted,prob_a,prob_b\n" + "\n".join(rows) + "\n"
+        (cell.key / "predictions_test_slide.csv").write_text(table)
+    results = collect(planned)
+    found = compare_cells(planned, results, "na", repeats=20)
+    write_comparison(home / "comparison", planned, results, found, title=name)
+    (home / "about.txt").write_text("These data are <b>generated</b>.")
+    (home / "check.json").write_text(json.dumps(check()))
+    for picture in ("attention_layer2", "beta_layer1", "beta_layer2", "homogeneity"):
+        draw(home / "heatmaps" / f"s00_{picture}.png")
+    return home
+
+
+def check() -> dict[str, object]:
+    summary = {
+        "files": {"usable": 13, "looked_at": 13},
+        "slides": {"slides": 13, "patients": 13, "found": 13},
+        "patches": {"min": 10.0, "median": 20.0, "max": 30.0, "total": 260},
+        "labels": {"notes": [f"label: {HOSTILE}"]},
+    }
+    finding = {"severity": "warning", "kind": "odd", "what": HOSTILE, "where": [], "cure": "Look."}
+    return {"name": "toy", "must_fix": False, "summary": summary, "findings": [finding]}
+
+
+def draw(path: Path, size: tuple[int, int] = (60, 40)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)

@@ -1,0 +1,205 @@
+"""The page of `gated-srp report`: words first, everything inside, nothing of the user's runs as code."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from report.page_folders import HOSTILE, compared, draw
+from typer.testing import CliRunner
+
+from gated_srp.errors import UserError
+from gated_srp.report.page import LARGEST, build_page, write_page
+from gated_srp.report.page_differences import forests
+from gated_srp.report.page_inline import inline_svg, small_png, within
+from gated_srp.report.page_maps import gallery, read_name
+from gated_srp.report.page_material import Study, gather
+from gated_srp.report.page_tables import slides
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would load or run, ids, and the words in their order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.tags, self.ids, self.handlers, self.words = [], [], [], [], []
+        self.silent = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.silent = tag if tag in ("style", "script") else None
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                self.links.append(value)
+            if name == "id":
+                self.ids.append(value)
+            if name.startswith("on"):
+                self.handlers.append(name)
+
+    def handle_endtag(self, tag):
+        self.silent = None
+
+    def handle_data(self, data):
+        if self.silent is None:
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return compared(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def page(home):
+    return build_page(home)
+
+
+@pytest.fixture(scope="module")
+def read(page):
+    return Reader(page)
+
+
+def test_the_page_loads_nothing_and_runs_its_own_script_alone(read, page):
+    assert all(link.startswith(("#", "data:")) for link in read.links)
+    assert read.tags.count("script") == 1 and read.handlers == []
+    assert "default-src &#39;none&#39;" in page and len(page.encode()) < LARGEST
+
+
+def test_no_id_stands_twice(read):
+    assert len(read.ids) == len(set(read.ids))
+
+
+def test_the_verdict_comes_before_the_numbers_it_speaks_of(read):
+    words = " ".join(" ".join(read.words).split())
+    verdict = words.index("Gated SRP against NA, toy, F1")
+    assert words[verdict:].startswith("Gated SRP against NA, toy, F1 better (+0.1100, 95 % interval")
+    assert verdict < words.index("Differences")
+    assert "XSA against NA, toy, F1 not distinguishable from zero with three seeds" in words
+
+
+def test_only_what_holds_after_correction_is_coloured(page):
+    assert page.count('<li class="better">') == 1 and page.count('<li class="open">') == 1
+
+
+def test_the_users_words_stay_words(page, read):
+    assert HOSTILE not in page and "<b>generated</b>" not in page
+    assert sum(HOSTILE in word for word in read.words) >= 4  # a slide, a label, a finding, a platform
+
+
+def test_every_part_of_the_folder_is_on_the_page(page):
+    for wanted in ("Forest plot, toy, F1", "Gates over the epochs", "ROC and precision-recall", "Calibration on test"):
+        assert wanted in page
+    assert "Heatmap: beta, layer 2, slide s00" in page and "13 of 13 usable" in page
+    assert "gated-srp compare cohort.yaml --arms gated_srp,na,xsa --seeds 42,43,44" in page
+    assert page.count("Research use only") == 2
+
+
+def test_a_slide_shows_the_probability_of_its_true_class_over_seeds(home):
+    table = next(iter(slides(gather(home).runs)))
+    assert table.heads == ("Slide", "Case", "Label", "Gated SRP", "NA", "XSA")
+    rows = {row[0][0]: row for row in table.rows}
+    assert rows["s00"][3][0] == "0.57 (3 seeds)"  # 0.5 + 0.72 / 10
+    assert rows["s01"][3][0] == "0.43 (3 seeds)"  # its class is the other
+
+
+def test_places_on_the_forest_follow_the_numbers():
+    row = {"cohort": "c", "metric": "m", "arm": "x", "claimed": True}
+    row["corrected"] = {"difference": 0.5, "interval": [0.0, 1.0]}
+    forest = next(forests(Study(Path(), {"reference": "na", "cohorts": [row]}, (), ())))
+    assert (forest.low, forest.high) == pytest.approx((-0.06, 1.06))
+    line = forest.lines[0]
+    assert (line["from"], line["at"], line["to"]) == pytest.approx((5.36, 50.0, 94.64))
+    assert forest.zero == line["from"] and line["tone"] == "better"
+
+
+def test_one_run_gets_a_page_that_claims_nothing(home):
+    text = build_page(home / "runs" / "toy" / "gated_srp" / "seed42")
+    assert "F1 0.7100 on the test set. One run: it says how this model does" in text
+    assert "Gates over the epochs" in text and "ROC" in text and 'id="comparison"' not in text
+    assert "gated-srp train cohort.yaml --arm gated_srp --seed 42" in text
+
+
+def test_a_comparison_finds_its_runs_beside_it(home, tmp_path):
+    from shutil import copytree
+
+    copytree(home / "runs", tmp_path / "out")
+    copytree(home / "comparison", tmp_path / "out" / "toy" / "comparison")
+    assert len(gather(tmp_path / "out" / "toy" / "comparison").runs) == 9
+
+
+def test_a_reproduction_is_shown_beside_the_published(tmp_path):
+    (tmp_path / "reproduction.csv").write_text(
+        "row,cohort,metric,mean,published,verdict\nNA,KIRC,c_index,0.71234,0.7,compatible\n"
+    )
+    text = build_page(tmp_path)
+    assert "Beside the published numbers" in text and "0.7123" in text and "compatible" in text
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match="nothing to report"):
+        build_page(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        build_page(tmp_path / "absent")
+
+
+def test_a_torn_file_is_named(tmp_path):
+    (tmp_path / "comparison.json").write_text('{"cohorts": [')
+    with pytest.raises(UserError, match=r"comparison\.json: cannot be read"):
+        build_page(tmp_path)
+
+
+def test_a_drawing_is_rid_of_all_that_runs_or_loads(tmp_path):
+    path = tmp_path / "x.svg"
+    path.write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" onload="alert(1)" viewBox="0 0 1 1">'
+        '<script>alert(1)</script><style>@import "http://x"</style><foreignObject><p/></foreignObject>'
+        '<g id="a" style="fill: url(http://x/y)"><path d="M0 0" clip-path="url(#c)"/></g>'
+        '<use xlink:href="#a"/><use xlink:href="http://x/#a"/><a href="javascript:alert(1)"><text>t</text></a></svg>'
+    )
+    text = inline_svg(path, "p-")
+    for gone in ("script", "import", "foreignObject", "onload", "http://x", "javascript", "<a"):
+        assert gone not in text
+    assert 'id="p-a"' in text and 'href="#p-a"' in text and "url(#p-c)" in text
+    path.write_text("no drawing")
+    assert inline_svg(path, "p-") is None
+
+
+def test_pictures_that_do_not_fit_are_left_out_by_name(tmp_path):
+    draw(tmp_path / "a.png", (3000, 20))
+    png = small_png(tmp_path / "a.png")
+    kept, left_out = within(iter([("a", png), ("b", png)]), int(1.4 * len(png) + 100))
+    assert [name for name, _ in kept] == ["a"] and left_out == ["b"]
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    assert small_png(tmp_path / "b.png") is None
+
+
+def test_names_of_maps_tell_slide_value_and_layer():
+    assert read_name("h/TCGA-01_x_attention_layer4") == ("TCGA-01_x", "attention", "4")
+    assert read_name("h/s1_attention_layer4_positive") == ("s1", "attention positive", "4")
+    assert read_name("s1/homogeneity") == ("s1", "homogeneity", "")
+    found = gallery([("h/s1_beta_layer2", "u"), ("h/s1_beta_layer10", "u"), ("h/s2_change_layer2", "u")], ())
+    assert found.slides == ("s1", "s2") and found.layers == ("2", "10") and found.values == ("beta", "change")
+
+
+def test_the_page_is_written_whole(home, tmp_path):
+    size = write_page(home, tmp_path / "out" / "report.html")
+    assert size == (tmp_path / "out" / "report.html").stat().st_size and len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_the_settings_on_the_page_are_those_of_the_run(home, page):
+    import html
+
+    text = (home / "runs" / "toy" / "na" / "seed42" / "config.yaml").read_text()
+    assert yaml.safe_load(text)["name"] == "toy" and html.escape(text, quote=False)[:80] in page.replace("&#39;", "'")
+
+
+def test_the_command_says_where_the_page_is(home, tmp_path):
+    import typer
+
+    from gated_srp.cli.first import report
+
+    app = typer.Typer()
+    app.command()(report)
+    said = CliRunner().invoke(app, [str(home), "-o", str(tmp_path / "r.html")])
+    assert said.exit_code == 0 and f"written: {tmp_path / 'r.html'}" in said.output
