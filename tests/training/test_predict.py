@@ -17,7 +17,7 @@ from gated_srp.data import Preparation, prepare, read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.training import train_run
-from gated_srp.training.members import microns, open_members, stride_problem
+from gated_srp.training.members import open_members, stride_problem
 from gated_srp.training.predict import curve_at, feature_files, predict_files, slide_names
 
 CARD = {
@@ -195,7 +195,7 @@ def test_another_stride_is_refused_unless_forced(tmp_path):
 def test_strides_are_compared_in_microns_where_both_sides_know_them(tmp_path):
     trained = [{"value": 512.0, "unit": "px", "um": 128.0}]
     same_tissue = read_header(write_trident(tmp_path, "scan20x", planted(0, 1.0), level0=20))
-    assert same_tissue.stride == 256 and microns(same_tissue) == 128
+    assert same_tissue.stride == 256 and same_tissue.stride_um == 128
     assert stride_problem(same_tissue, trained) is None
     assert "256 px apart, but 512 px" in stride_problem(same_tissue, [{"value": 512.0, "unit": "px"}])
     half = read_header(write_trident(tmp_path, "overlap", planted(0, 1.0), overlap=128))
@@ -204,9 +204,9 @@ def test_strides_are_compared_in_microns_where_both_sides_know_them(tmp_path):
     assert stride_problem(stamp, trained) is None
     assert stride_problem(stamp, [{"value": 512.0, "unit": "px"}]) is None  # nothing to compare
     bare = read_header(write_clam(tmp_path, "bare", planted(0, 1.0)))
-    assert microns(bare) is None and stride_problem(bare, trained) is None
+    assert bare.stride_um is None and stride_problem(bare, trained) is None
     by_pixel = replace(half, magnification=None, mpp=0.5)
-    assert microns(by_pixel) == 128 and stride_problem(by_pixel, trained) is None
+    assert by_pixel.stride_um == 128 and stride_problem(by_pixel, trained) is None
 
 
 def test_runs_that_do_not_belong_together_are_refused(tmp_path):

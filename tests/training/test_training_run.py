@@ -78,7 +78,7 @@ def test_the_card_says_what_prediction_must_know(finished):
     assert (card["encoder"], card["settings"]["in_dim"], card["stride"]) == (
         "uni_v2",
         8,
-        [{"value": 512, "unit": "px"}],
+        [{"value": 512, "unit": "px", "um": 128.0}],
     )
     assert (card["order"], card["window"], card["lattice"], card["cap"]) == ("file", 3, "floor", None)
     assert card["split_hash"] == metrics["split_hash"] and card["precision"] == "32" and card["temperature"] > 0

@@ -53,6 +53,17 @@ class BagHeader:
     magnification: float | None = None  # of level 0
     warnings: tuple[str, ...] = ()
 
+    @property
+    def stride_um(self) -> float | None:
+        """The stride in microns: exact, or by the nominal size of a pixel (40x: 0.25); None where the file does not tell.
+
+        The nominal size comes first: tools read a scan by its magnification, so that strides of one setting are one number.
+        """
+        if self.unit == "um":
+            return self.stride
+        pixel = 10 / self.magnification if self.magnification else self.mpp
+        return self.stride * pixel if pixel else None
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Bag(BagHeader):

@@ -63,7 +63,8 @@ class Keeper:
             raise self._interrupted()
         progress = self.training.progress
         loss = f"loss {progress.loss / progress.bags:.4f}, " if progress.bags else ""
-        self.report.show(min(self.seen, self.total), self.total, f"epoch {progress.epoch + 1}, {loss}{self._pace()}")
+        now = f"epoch {progress.epoch + 1}" if progress.epoch < self.training.settings.epochs else "results"
+        self.report.show(min(self.seen, self.total), self.total, f"{now}, {loss}{self._pace()}")
 
     def window(self, training: Training) -> None:
         self._heed()

@@ -179,9 +179,8 @@ def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> str 
     Level-0 pixels are no measure across scanners: 256 at 20x and 512 at 40x are the same tissue. So microns are compared, from the
     file's magnification or pixel size, where the card has them too; else the plain numbers, if the units agree; else nothing.
     """
-    mine = microns(header)
+    mine = header.stride_um
     physical = [entry["um"] for entry in trained if entry.get("um")]
-    physical += [entry["value"] for entry in trained if entry["unit"] == "um"]
     plain = [entry["value"] for entry in trained if entry["unit"] == header.unit]
     known, value, unit = (physical, mine, "um") if physical and mine else (plain, header.stride, header.unit)
     if not known or value is None or any(math.isclose(value, one, rel_tol=_SAME) for one in known):
@@ -192,17 +191,6 @@ def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> str 
         f"stride: patches lie {value:g} {unit} apart, but {listed} {unit} in training{scan}. "
         "Extract the slides with the patch size and magnification of the training slides."
     )
-
-
-def microns(header: BagHeader) -> float | None:
-    """Distance of neighbouring patches: exact, or by the nominal size of a pixel (40x: 0.25); None where the file does not tell.
-
-    The nominal size comes first: tools read a scan by its magnification, so that strides of one setting are one number.
-    """
-    if header.unit == "um":
-        return header.stride
-    pixel = 10 / header.magnification if header.magnification else header.mpp
-    return header.stride * pixel if pixel else None
 
 
 def _model_file(run: Path) -> Path:

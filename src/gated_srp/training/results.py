@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gated_srp.data.dataset import BagLoader
+from gated_srp.data.formats import read_header
 from gated_srp.data.preparation import Preparation
 from gated_srp.errors import UserError
 from gated_srp.models import save_model
@@ -142,10 +143,13 @@ def _look_at(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
     strides, encoders = set(), set()
     for bag in loader.epoch(rows):
         means.append(slide_mean(bag.features))
-        strides.add((float(bag.stride), bag.unit))
+        um = read_header(bag.path, **loader.dataset.settings.reading).stride_um
+        strides.add((float(bag.stride), bag.unit, um))
         encoders.add(bag.encoder)
     return {
         "features": FeatureStatistics.fit(torch.stack(means)).as_card(),
-        "stride": [{"value": value, "unit": unit} for value, unit in sorted(strides)],
+        "stride": [
+            {"value": value, "unit": unit, "um": um} for value, unit, um in sorted(strides, key=lambda one: one[:2])
+        ],
         "encoder": next(iter(encoders)) if len(encoders) == 1 else None,
     }
