@@ -7,7 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def _outline(cells: np.ndarray) -> list[list[tuple[int, int]]]:
         ring, at, before = [start], start, (0, 0)
         while True:
             moves = steps[at]
-            # Where two cells touch at a corner, stay with the same cell: rings then never cross themselves.
-            turn = (-before[1], before[0])
+            # Where two cells touch at a corner, go along the same empty side: a hole there gets a ring of its own.
+            turn = (before[1], -before[0])
             move = turn if turn in moves else moves[0]
             moves.remove(move)
             if not moves:
@@ -200,4 +200,5 @@ def _draft(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error}). Choose another folder.") from None
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()

@@ -6,6 +6,7 @@ Shapes: L patches, h and w rows and columns of the canvas.
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,7 @@ def draw_maps(
     rows = math.ceil(len(maps) / columns)
     canvas = slide[1] if slide else Canvas.around(maps[0][1], maps[0][1].header.level0_size)
     tall = min(max(canvas.size[1] / canvas.size[0], 0.45), 2.2)
-    figure = Figure(figsize=(5.2 * columns, (4.3 * tall + 1.0) * rows + 0.3), layout="constrained")
+    figure = Figure(figsize=(5.2 * columns, (3.9 * tall + 0.7) * rows + 0.3), layout="constrained")
     for place, (heading, patches, one) in enumerate(maps, 1):
         axes = figure.add_subplot(rows, columns, place)
         _panel(figure, axes, patches, one, canvas, None if slide is None else slide[0], percentile)
@@ -168,7 +169,7 @@ def _panel(
     if not np.isfinite(one.values).any():
         raise UserError(f"{one.title}: no patch has a finite value. Nothing can be drawn.")
     plain = by_percentile if percentile else by_rank
-    scaled = as_beta(one.values) if one.regimes else around_zero(one.values) if one.signed else plain(one.values)
+    scaled = as_beta(one.values) if one.regimes else around_zero(one.values) if one.signed else plain(one.shown)
     picture = colour(canvas.paint(patches, scaled.places), colormaps[scaled.colours], background)
     right, bottom = (o + s * canvas.scale for o, s in zip(canvas.origin, canvas.size, strict=True))
     axes.imshow(picture, interpolation="nearest", extent=(canvas.origin[0], right, bottom, canvas.origin[1]))
@@ -203,4 +204,5 @@ def _save(figure: "Figure", path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another folder.") from None
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()

@@ -38,13 +38,21 @@ class Patches:
 
 @dataclass(frozen=True, eq=False)
 class PatchMap:
-    """A number for each patch, (L,), raw. ``signed``: zero is the middle; ``regimes``: the numbers are betas."""
+    """A number for each patch, (L,), raw. ``signed``: zero is the middle; ``regimes``: the numbers are betas.
+
+    ``clipped``: what lies below zero (Nystrom's approximation of a small weight) is shown as zero.
+    """
 
     name: str  # for files: attention_layer4
     title: str
     values: np.ndarray
     signed: bool = False
     regimes: bool = False
+    clipped: bool = False
+
+    @property
+    def shown(self) -> np.ndarray:
+        return self.values.clip(0) if self.clipped else self.values
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +132,7 @@ def attention(view: View, layer: int | None, head: int | None) -> list[PatchMap]
             PatchMap(name, f"{title}, signed", values, signed=True),
             PatchMap(f"{name}_positive", f"{title}, positive part", values.clip(0)),
         ]
-    return [PatchMap(name, title, values)]
+    return [PatchMap(name, title, values, clipped=True)]
 
 
 def beta(view: View, layer: int | None, head: int | None) -> list[PatchMap]:
@@ -192,7 +200,7 @@ def maps_of(view: View, value: str, *, layer: int | None = None, head: int | Non
 def scores(path: Path, patches: Patches) -> PatchMap:
     """Anybody's scores: a row a patch in the file's order, or columns x and y that say which patch is meant."""
     try:
-        table = pd.read_csv(path, sep=None, engine="python", encoding="utf-8-sig")
+        table = pd.read_csv(path, sep="\t" if path.suffix.lower() == ".tsv" else ",", encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a table ({error}). Expected a CSV with a score a patch.") from None
     numeric = [c for c in table.select_dtypes("number") if str(c).lower() not in ("x", "y", "row", "patch", "index")]

