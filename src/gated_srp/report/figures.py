@@ -6,7 +6,6 @@ Colours are Okabe and Ito's, told apart by readers of every colour vision; marke
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from gated_srp.errors import UserError
+from gated_srp.files import whole
 from gated_srp.report.tables import arm_name, metric_name, short
 from gated_srp.study.matrix import Cell
 from gated_srp.study.results import Comparison
@@ -41,15 +40,10 @@ def save(figure: Figure, stem: Path, mark: str = "") -> list[Path]:
     if mark:
         figure.supxlabel(mark, fontsize=7, color="#B3261E", x=0.01, ha="left")
     paths = [stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")]
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            draft = path.with_name(f".{os.getpid()}.{path.name}")
-            with rc_context({"svg.hashsalt": "gated-srp", "svg.fonttype": "none"}):
-                figure.savefig(draft, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-            os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{stem}: the figure cannot be written ({error.strerror}). Choose another folder.") from None
+    for path in paths:
+        ending = path.suffix[1:]
+        with whole(path) as draft, rc_context({"svg.hashsalt": "gated-srp", "svg.fonttype": "none"}):
+            figure.savefig(draft, format=ending, dpi=150, metadata={"Date": None} if ending == "svg" else None)
     return paths
 
 

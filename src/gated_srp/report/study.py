@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.report.tables import Grid, arm_name, comparison_grid, formats, metric_name, std_grid
 from gated_srp.study.matrix import Cell
@@ -47,10 +46,6 @@ def write_grids(folder: Path, grids: dict[str, Grid]) -> list[Path]:
 
 def write(path: Path, text: str) -> Path:
     """Whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be made ({error.strerror}). Choose another folder.") from None
     write_whole(path, text)
     return path
 

@@ -135,7 +135,6 @@ def freeze(config: CohortConfig, arm: str, choices: Sequence[Choice]) -> Path:
     kept = before["chosen"] if before and before["arm"] == arm else {}
     content = {"arm": arm, "chosen_on": f"validation {config.metric}, within each seed", "chosen": kept | chosen}
     path = frozen_path(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, yaml.safe_dump(content, sort_keys=False))
     return path
 
