@@ -10,7 +10,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
-from gated_srp.report.reproduction import reproduction_grid
+from gated_srp.report.reproduction import reproduction_grid, write_reproduction
 from gated_srp.study.judge import beside_published, judge
 from gated_srp.study.matrix import distinct
 from gated_srp.study.reproduce import Sources, plan_study, read_studies, studies_folder, study_names
@@ -134,7 +134,7 @@ def test_one_seed_is_not_judged_and_no_spread_leaves_the_printed_digits():
     assert judge([0.7125, 0.7125], 0.7123, 0.0).word == "not compatible"
 
 
-def test_our_numbers_stand_beside_the_published():
+def test_our_numbers_stand_beside_the_published(tmp_path):
     study = read_studies("survival", FOLDER)[0]
     rows = [("TCGA-KIRC", "NA", str(seed), "c_index", 0.7110 + shift) for seed, shift in ((42, -0.05), (43, 0.05))]
     rows += [("TCGA-KIRC", "Gated SRP, untuned (δ 1, h 64)", "42", "c_index", 0.7)]
@@ -151,6 +151,9 @@ def test_our_numbers_stand_beside_the_published():
     assert grid.rows[1][1][0].text == "0.7110 ± 0.0516"
     assert grid.rows[2][1][0].text == "+0.0000 ✓ compatible"
     assert any(note == "Of the published numbers: 1 compatible; 19 not run." for note in grid.notes)
+    names = {path.name for path in write_reproduction(tmp_path, study, lines)}
+    assert names == {"reproduction.csv", "table.md", "table.tex", "table.csv"}
+    assert len((tmp_path / "reproduction.csv").read_text().splitlines()) == 1 + 25
 
 
 def test_a_dry_run_lists_every_cell_and_writes_nothing(tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def _write_table(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple
 
     results = measured(cells) if study.kind == "runtime" else collect(cells)
     _say(write_reproduction(folder, study, beside_published(study, results), notes))
-    typer.echo("\n" + (folder / "reproduction.md").read_text(encoding="utf-8"))
+    typer.echo("\n" + (folder / "table.md").read_text(encoding="utf-8"))
     rows = [row.name for row in study.rows if row.name in set(results["arm"])]
     if study.kind == "table" and len(rows) > 1:
         bases = [row.name for row in study.rows if row.arm in ("na", "vit4") and row.name in rows]

@@ -6,6 +6,7 @@ Colours are Okabe and Ito's, told apart by readers of every colour vision; marke
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ def draw_comparison(
             if cell.row == row:
                 runs.setdefault(cell.cohort, []).append(cell.key)
         if any(read_gates(paths) is not None for paths in runs.values()):
-            suffix = "" if row == "gated_srp" else f"_{row}"
+            suffix = "" if row == "gated_srp" else "_" + re.sub(r"[^\w-]+", "_", row).strip("_")
             written += draw_trajectories(runs, folder / f"trajectories{suffix}", title=arm_name(row), mark=mark)
             written += draw_regimes(runs, folder / f"regimes{suffix}", title=arm_name(row), mark=mark)
     return written + draw_curves(folder, done, mark=mark)

@@ -18,9 +18,9 @@ Line = Mapping[Any, Any]  # a row of `beside_published`
 
 
 def write_reproduction(folder: Path, study: Study, lines: pd.DataFrame, notes: tuple[str, ...] = ()) -> list[Path]:
-    """``reproduction.csv`` (a line a number) and the table in all formats. ``lines``: of `beside_published`."""
+    """``reproduction.csv`` (a line a number) and ``table`` in all formats. ``lines``: of `beside_published`."""
     written = [write(folder / "reproduction.csv", lines.to_csv(index=False, lineterminator="\n"))]
-    return written + write_grids(folder, {"reproduction": reproduction_grid(study, lines, notes)})
+    return written + write_grids(folder, {"table": reproduction_grid(study, lines, notes)})
 
 
 def reproduction_grid(study: Study, lines: pd.DataFrame, notes: tuple[str, ...] = ()) -> Grid:

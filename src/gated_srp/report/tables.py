@@ -159,7 +159,7 @@ def markdown(grid: Grid) -> str:
 
 
 def latex(grid: Grid) -> str:
-    """booktabs; needs ``\\usepackage{booktabs,xcolor}``."""
+    """booktabs; needs ``\\usepackage{amssymb,booktabs,xcolor}``."""
     groups: list[tuple[str, int]] = []
     for cohort, _ in grid.columns:
         if groups and groups[-1][0] == cohort:
@@ -175,7 +175,7 @@ def latex(grid: Grid) -> str:
     body = [f"{tex(arm_name(name))} & " + " & ".join(map(_tex_entry, entries)) + r" \\" for name, entries in grid.rows]
     caption = tex(" ".join(grid.notes).replace("↑ / ↓ (green / red)", "Green / red"))
     lines = [
-        r"% \usepackage{booktabs,xcolor}",
+        r"% \usepackage{amssymb,booktabs,xcolor}",
         r"\begin{table}[ht]",
         r"\centering",
         rf"\caption{{\textbf{{{tex(grid.title)}.}} {caption}}}",

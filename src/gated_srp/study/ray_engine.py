@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gated_srp.errors import UserError
-from gated_srp.study.engine import COMMAND, TRIES, Board
+from gated_srp.study.engine import COMMAND, TRIES, Board, Status
 from gated_srp.study.matrix import Cell
 
 _POLL = 0.5  # seconds
@@ -49,7 +49,7 @@ def run_ray(
             tick()
             for reference in ray.wait(list(pending), num_returns=1, timeout=_POLL)[0]:
                 cell = pending.pop(reference)
-                said = _failure(ray, reference, cell)
+                said = _failure(ray, reference, board[cell], cell)
                 if said is None:
                     board.set(cell, "finished")
                 elif board[cell].tries < TRIES:
@@ -100,9 +100,9 @@ def _cell(spec: dict[str, Any], command: tuple[str, ...], threads: int) -> float
     return time.monotonic() - start
 
 
-def _failure(ray: Any, reference: Any, cell: Cell) -> str | None:
+def _failure(ray: Any, reference: Any, status: Status, cell: Cell) -> str | None:
     try:
-        ray.get(reference)
+        status.seconds = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         return str(error.cause)
     except ray.exceptions.RayError as error:
