@@ -122,14 +122,26 @@ def test_features_are_looked_for_in_the_cohorts_own_folder_first(tmp_path):
 
 
 @pytest.mark.parametrize(("published", "std"), [(0.72, 0.05), (0.80, 0.01), (0.745, 0.001), (0.80, 0.10)])
-def test_the_rule_is_welchs_test(published, std):
-    ours = np.array([0.70, 0.72, 0.75, 0.71, 0.69])
-    p = stats.ttest_ind_from_stats(ours.mean(), ours.std(ddof=1), 5, published, std, 5, equal_var=False).pvalue
-    assert judge(list(ours), published, std).word == ("compatible" if p > 0.05 else "not compatible")
+@pytest.mark.parametrize("ours", [(0.70, 0.72, 0.75, 0.71, 0.69), (0.70, 0.74), (0.71,)])
+def test_the_rule_is_students_test_of_two_samples(published, std, ours):
+    spread = np.std(ours, ddof=1) if len(ours) > 1 else 0.0
+    p = stats.ttest_ind_from_stats(np.mean(ours), spread, len(ours), published, std, 5).pvalue
+    assert judge(ours, published, std).word == ("compatible" if p > 0.05 else "not compatible")
 
 
-def test_one_seed_is_not_judged_and_no_spread_leaves_the_printed_digits():
+def test_without_a_published_spread_ours_stands_in_for_it():
+    ours = [0.70, 0.72, 0.75]
+    reach = stats.t.ppf(0.975, 2) * np.std(ours, ddof=1) * np.sqrt(1 / 3 + 1 / 5) + 0.00005
+    found = judge(ours, 0.70)
+    assert math.isclose(found.high - found.low, 2 * reach)
     assert judge([0.7], 0.9).word == "not judged"
+
+
+def test_two_seeds_far_off_are_not_called_compatible():
+    assert judge([0.32, 0.09], 0.7247, 0.1244).word == "not compatible"
+
+
+def test_no_spread_leaves_the_printed_digits():
     assert judge([0.71234, 0.71234], 0.7123, 0.0).word == "compatible"
     assert judge([0.7125, 0.7125], 0.7123, 0.0).word == "not compatible"
 
@@ -149,7 +161,7 @@ def test_our_numbers_stand_beside_the_published(tmp_path):
     assert texts["Gated SRP, untuned (δ 1, h 64)"][0] == "0.7000"
     assert grid.rows[1] == ("– published", grid.rows[1][1])
     assert grid.rows[1][1][0].text == "0.7110 ± 0.0516"
-    assert grid.rows[2][1][0].text == "+0.0000 ✓ compatible"
+    assert grid.rows[2][1][0].text == "+0.0000 (±0.1204) ✓ compatible"
     assert any(note == "Of the published numbers: 1 compatible; 19 not run." for note in grid.notes)
     names = {path.name for path in write_reproduction(tmp_path, study, lines)}
     assert names == {"reproduction.csv", "table.md", "table.tex", "table.csv"}

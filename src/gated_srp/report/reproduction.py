@@ -64,7 +64,6 @@ def _published(line: Line) -> str:
 def _difference(line: Line) -> Entry:
     if math.isnan(line["difference"]):
         return Entry("–")
-    sign = {"compatible": " ✓ compatible", "not compatible": " ✗ not compatible"}.get(
-        line["verdict"], f" {line['verdict']}"
-    )
-    return Entry(f"{line['difference']:+.4f}{sign}".replace("-", "−"))
+    reach = (line["high"] - line["low"]) / 2
+    signs = {"compatible": f" (±{reach:.4f}) ✓ compatible", "not compatible": f" (±{reach:.4f}) ✗ not compatible"}
+    return Entry(f"{line['difference']:+.4f}{signs.get(line['verdict'], ' ' + line['verdict'])}".replace("-", "−"))

@@ -15,9 +15,10 @@ from gated_srp.study.reproduce import Study
 
 _PRINTED = 0.00005  # half of the last printed digit
 RULE = (
-    "compatible: the 95 % interval of (our mean - published mean) contains zero. Welch's interval over seeds, ours and the paper's "
-    "five; where the paper prints no standard deviation, ours stands in for it; half of the last printed digit is granted. "
-    "It says that seeds alone could explain the difference, not that there is none."
+    "compatible: the 95 % interval of (our mean - published mean) contains zero. Student's interval for two samples of seeds, ours "
+    "and the paper's five, with one pooled spread; where the paper prints no standard deviation, ours stands in for it; half of the "
+    "last printed digit is granted. In brackets how far off a mean may be: it says that seeds alone could explain the difference, "
+    "not that there is none."
 )
 
 
@@ -32,23 +33,20 @@ class Judgement:
 
 
 def judge(values: Sequence[float], published: float, std: float | None = None, *, seeds: int = 5) -> Judgement:
-    """By `RULE`; fewer than two seeds are not judged.
+    """By `RULE`. One seed is judged by the published spread; where there is none either, it is not judged.
 
     >>> judge([0.70, 0.72, 0.74], 0.73, 0.02).word, judge([0.70, 0.70, 0.71], 0.90, 0.01).word
     ('compatible', 'not compatible')
     """
-    ours = np.asarray(values, dtype=np.float64)
-    if not len(ours):
-        return Judgement(math.nan, math.nan, math.nan, "not judged")
-    difference = float(ours.mean()) - published
-    if len(ours) < 2:
+    ours, n = np.asarray(values, dtype=np.float64), len(values)
+    difference = float(ours.mean()) - published if n else math.nan
+    # Not Welch's interval: with two or three seeds its few degrees of freedom would call anything compatible.
+    freedom = (n - 1) + (0 if std is None else seeds - 1)
+    if not n or not freedom:
         return Judgement(difference, math.nan, math.nan, "not judged")
-    spread = float(ours.std(ddof=1))
-    own, theirs = spread**2 / len(ours), (spread if std is None else std) ** 2 / seeds
-    reach = _PRINTED
-    if own + theirs > 0:
-        freedom = (own + theirs) ** 2 / (own**2 / (len(ours) - 1) + theirs**2 / (seeds - 1))
-        reach += float(stats.t.ppf(0.975, freedom)) * math.sqrt(own + theirs)
+    squares = float(((ours - ours.mean()) ** 2).sum()) + (0.0 if std is None else (seeds - 1) * std**2)
+    error = math.sqrt(squares / freedom * (1 / n + 1 / seeds))
+    reach = _PRINTED + float(stats.t.ppf(0.975, freedom)) * error
     word = "compatible" if abs(difference) <= reach else "not compatible"
     return Judgement(difference, difference - reach, difference + reach, word)
 
