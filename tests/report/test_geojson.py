@@ -134,8 +134,8 @@ def test_tables_and_hdf5_say_which_row_of_the_features_is_meant(tmp_path, kind):
     assert table["beta_layer1"].tolist() == values.tolist()
 
 
-def test_a_folder_that_cannot_be_written_is_a_users_error(tmp_path):
+def test_a_file_that_cannot_be_written_is_a_users_error(tmp_path):
     patches = patches_of(read_header(write_clam(tmp_path, "s", make_slide(1))))
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "a.csv").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
-        WRITERS["csv"](tmp_path / "file" / "a.csv", patches, {}, None)
+        WRITERS["csv"](tmp_path / "a.csv", patches, {}, None)

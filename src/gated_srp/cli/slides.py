@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from gated_srp.slides.encoders import Encoder
     from gated_srp.slides.extract import Outcome, Watch
+    from gated_srp.slides.tiles import Tiling
 
 
 def extract(
@@ -101,6 +102,65 @@ def heatmap(
     *runs, file = paths
     for path in show_slide(runs, file, request, output):
         typer.echo(f"written: {path}")
+
+
+def explain(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or its model file.")],
+    slide: Annotated[Path, typer.Argument(help="The slide image, or a feature file of it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the page.")] = Path("explained"),
+    encoder: Annotated[str | None, typer.Option("--encoder", "-e", help="Where the run's card names none.")] = None,
+    weights: Annotated[Path | None, typer.Option("--weights", help="The encoder's, without internet.")] = None,
+    size: Annotated[int | None, typer.Option("--size", min=8, help="Pixels of a patch; the encoder's own.")] = None,
+    magnification: Annotated[float, typer.Option("--magnification", "-m", help="Of the patches.")] = 20.0,
+    mpp: Annotated[float | None, typer.Option("--mpp", help="Microns a pixel, where the slide does not say.")] = None,
+) -> None:
+    """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
+    from gated_srp.data.opening import CONTAINERS
+    from gated_srp.report.explain import explain_slide
+    from gated_srp.slides.tiles import Tiling
+
+    file, image = slide, None
+    if slide.suffix.lower() not in CONTAINERS:
+        spec = _encoder(encoder or _encoder_of(run))
+        tiling = Tiling(size=size or spec.tile, magnification=magnification)
+        file, image = _features_of(slide, output / "features", spec, tiling, weights=weights, mpp=mpp), slide
+    for path in explain_slide(run, file, output, image=image):
+        typer.echo(f"written: {path}")
+
+
+def _encoder_of(run: Path) -> str:
+    from gated_srp.errors import UserError
+    from gated_srp.models import load_card
+
+    name = load_card(run / "model.safetensors" if run.is_dir() else run).get("encoder")
+    if name is None:
+        raise UserError(f"{run}: its card does not name the encoder of its features. Name it with --encoder.")
+    return str(name)
+
+
+def _features_of(
+    slide: Path, out: Path, spec: "Encoder", tiling: "Tiling", *, weights: Path | None, mpp: float | None
+) -> Path:
+    """The slide's feature file, extracted if it is not there."""
+    import os
+
+    from gated_srp.errors import UserError
+    from gated_srp.slides.extract import Extraction, extract_slides
+    from gated_srp.slides.store import Trident
+
+    workers = min(8, os.cpu_count() or 1)
+    settings = Extraction(
+        encoder=spec, tiling=tiling, layout=Trident(out), weights=weights, every_mpp=mpp, workers=workers
+    )
+    with _watching(1) as watch:
+        outcome = extract_slides([slide], settings, watch)
+    if outcome.failed:
+        raise outcome.failed[0]
+    if outcome.empty:
+        raise UserError(
+            f"{slide}: no tissue was found. Look at the preview: {settings.layout.picture(settings.job(slide))}"
+        )
+    return settings.layout.path(settings.job(slide))
 
 
 def _encoder(name: str) -> "Encoder":

@@ -4,10 +4,8 @@ Shapes: L patches, N patches of the feature file.
 """
 
 import json
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 from scipy import ndimage
 
 from gated_srp.errors import UserError
+from gated_srp.files import whole
 from gated_srp.report.values import Patches, PatchMap
 
 _HOT = [200, 30, 30]
@@ -146,17 +145,17 @@ def _area(ring: list[list[float]]) -> float:
 def write_geojson(path: Path, patches: Patches, values: Mapping[str, np.ndarray], top: PatchMap | None) -> None:
     """For QuPath: drag the file onto the open slide."""
     content = feature_collection(patches, values, top=top)
-    with _draft(path) as draft:
+    with whole(path) as draft:
         draft.write_text(json.dumps(content, allow_nan=False, separators=(",", ":")), encoding="utf-8")
 
 
 def write_csv(path: Path, patches: Patches, values: Mapping[str, np.ndarray], top: PatchMap | None) -> None:
-    with _draft(path) as draft:
+    with whole(path) as draft:
         _table(patches, values).to_csv(draft, index=False, lineterminator="\n")
 
 
 def write_parquet(path: Path, patches: Patches, values: Mapping[str, np.ndarray], top: PatchMap | None) -> None:
-    with _draft(path) as draft:
+    with whole(path) as draft:
         _table(patches, values).to_parquet(draft, index=False)
 
 
@@ -165,7 +164,7 @@ def write_h5(path: Path, patches: Patches, values: Mapping[str, np.ndarray], top
     import h5py
 
     coords = patches.header.coords.numpy()
-    with _draft(path) as draft, h5py.File(draft, "w") as file:
+    with whole(path) as draft, h5py.File(draft, "w") as file:
         file["coords"] = coords
         file["coords"].attrs["patch_size_level0"] = patches.side
         for name, found in values.items():
@@ -188,17 +187,3 @@ def _table(patches: Patches, values: Mapping[str, np.ndarray]) -> Any:
 
     x, y = patches.header.coords.numpy()[patches.rows].T
     return pd.DataFrame({"row": patches.rows, "x": x, "y": y, "side": patches.side, **values})
-
-
-@contextmanager
-def _draft(path: Path) -> Iterator[Path]:
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield draft
-        os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error}). Choose another folder.") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink()

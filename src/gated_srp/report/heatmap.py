@@ -4,9 +4,7 @@ Shapes: L patches, h and w rows and columns of the canvas.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +13,15 @@ import numpy as np
 from scipy.stats import rankdata
 
 from gated_srp.errors import UserError
+from gated_srp.files import whole
 from gated_srp.report.values import Patches, PatchMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LONGEST = 1600  # pixels of a canvas's longer side
+_LONGEST = 1400  # pixels of a canvas's longer side
+_DPI = 160
 _OPACITY = 0.55
 # The paper's regimes of beta.
 REGIMES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -145,13 +145,14 @@ def draw_maps(
     rows = math.ceil(len(maps) / columns)
     canvas = slide[1] if slide else Canvas.around(maps[0][1], maps[0][1].header.level0_size)
     tall = min(max(canvas.size[1] / canvas.size[0], 0.45), 2.2)
-    figure = Figure(figsize=(5.2 * columns, (3.9 * tall + 0.7) * rows + 0.3), layout="constrained")
+    figure = Figure(figsize=(6.4 * columns, (4.9 * tall + 0.8) * rows + 0.3), layout="constrained")
     for place, (heading, patches, one) in enumerate(maps, 1):
         axes = figure.add_subplot(rows, columns, place)
         _panel(figure, axes, patches, one, canvas, None if slide is None else slide[0], percentile)
         axes.set_title(heading, fontsize=10)
     figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    with whole(path) as draft:
+        figure.savefig(draft, dpi=_DPI, format="png")
 
 
 def _panel(
@@ -186,23 +187,8 @@ def _panel(
 def colour(places: np.ndarray, colours: Any, background: np.ndarray | None) -> np.ndarray:
     """(h, w) places, NaN where there is no patch -> (h, w, 3) bytes, blended with the slide where there is one."""
     bare = np.isnan(places)
-    picture: np.ndarray = (colours(np.where(bare, 0.0, places))[..., :3] * 255).round().astype(np.uint8)
+    picture: np.ndarray = colours(np.where(bare, 0.0, places), bytes=True)[..., :3]
     if background is None:
-        picture[bare] = 235
-        return picture
-    mixed = picture * _OPACITY + background * (1 - _OPACITY)
-    out: np.ndarray = np.where(bare[..., None], background, mixed.round().astype(np.uint8))
-    return out
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(draft, dpi=130, format="png")
-        os.replace(draft, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another folder.") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink()
+        return np.where(bare[..., None], np.uint8(235), picture)
+    mixed = (picture * np.float32(_OPACITY) + background * np.float32(1 - _OPACITY)).round().astype(np.uint8)
+    return np.where(bare[..., None], background, mixed)

@@ -80,7 +80,7 @@ def show_views(views: Sequence[View], file: Path, request: Request, out: Path) -
 
 def _of_view(view: View, request: Request, run: int) -> list[_Shown]:
     found = maps_of(view, request.value, layer=request.layer, head=request.head)
-    table = {**all_values(view), **{one.name: one.values for one in found}}
+    table = {**(all_values(view) if request.exports else {}), **{one.name: one.values for one in found}}
     return [_Shown(f"{view.run}\n{one.title}", view.patches, one, table, run) for one in found]
 
 

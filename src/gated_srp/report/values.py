@@ -6,6 +6,7 @@ Shapes: N patches of the file, L patches that the model sees (a cap leaves some 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,14 @@ class View:
     run: str
     patches: Patches
     layers: Sequence[LayerTrace]
-    idle: Sequence[LayerTrace] | None  # None: the model has no gates
+    look_idle: Callable[[], Sequence[LayerTrace]] | None  # None: the model has no gates
     homogeneity: np.ndarray  # (L,)
     signed: tuple[bool, ...]  # layers whose attention is a difference of two
+
+    @cached_property
+    def idle(self) -> Sequence[LayerTrace] | None:
+        """Looked at when first asked for: it costs as much as the slide itself."""
+        return None if self.look_idle is None else self.look_idle()
 
 
 def look(run: Path, file: Path, *, stride: float | None = None) -> View:
@@ -80,10 +86,8 @@ def look(run: Path, file: Path, *, stride: float | None = None) -> View:
         )
     model: nn.Module = load_model(path)
     layers = _trace(model, bag)
-    idle = None
-    if any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules()):
-        with without_corrections(model):
-            idle = _trace(model, bag)
+    gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
+    idle = partial(_trace_idle, model, bag) if gated else None
     watched = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in watched)
     return View(_label(run, card), patches, layers, idle, bag.graph.homogeneity.numpy(), signed)
@@ -239,6 +243,11 @@ def _trace(model: nn.Module, bag: PreparedBag) -> Sequence[LayerTrace]:
     with torch.no_grad(), trace(model) as seen:
         model(bag.features[None].float(), bag.graph)
     return seen
+
+
+def _trace_idle(model: nn.Module, bag: PreparedBag) -> Sequence[LayerTrace]:
+    with without_corrections(model):
+        return _trace(model, bag)
 
 
 def _label(run: Path, card: Mapping[str, Any]) -> str:

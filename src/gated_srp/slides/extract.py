@@ -131,11 +131,6 @@ def _one(
         outcome.failed.append(error)
         watch.finished(slide, f"left out: {error.message}")
         return
-    except OSError as error:
-        raise UserError(
-            f"{settings.layout.path(settings.job(slide))}: cannot be written ({error}). Free some space or choose another -o, then "
-            "start the same command again: finished slides are kept."
-        ) from error
     if not len(tiles.coords):
         outcome.empty.append(slide)
         watch.finished(slide, "no tissue found")

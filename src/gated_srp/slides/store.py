@@ -4,7 +4,6 @@ Shapes: N patches, D width of the features.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import h5py
 import numpy as np
 
 from gated_srp.errors import UserError
+from gated_srp.files import whole
 from gated_srp.slides.tiles import TilePlan, Tiling
 
 _ABANDONED = 3600.0  # seconds since a draft was last written to; its writer was killed
@@ -166,14 +166,8 @@ def _settings(path: Path, name: str) -> dict[str, Any] | None:
 @contextmanager
 def _draft(path: Path) -> Iterator[h5py.File]:
     """A new file beside the target that takes its place when all went well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f".{path.name}.*.part"):
         if time.time() - old.stat().st_mtime > _ABANDONED:
             old.unlink(missing_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with h5py.File(draft, "w") as file:
-            yield file
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole(path) as draft, h5py.File(draft, "w") as file:
+        yield file

@@ -3,7 +3,6 @@
 Shapes: h, w rows and columns of the overview.
 """
 
-import os
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 from scipy import ndimage
+
+from gated_srp.files import whole
 
 _LEAST, _MOST = 12, 32  # of 255: noise on blank glass stays below the first, pale stroma and fat lie above the second
 _JOINED = 4  # pixels: strands this near to each other are one piece, as in fat or loose stroma
@@ -81,13 +82,8 @@ def write_image(image: Image.Image, path: Path) -> None:
     """Write a picture whole, in the format of its ending."""
     buffer = BytesIO()
     image.save(buffer, "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG", quality=85)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with whole(path) as draft:
         draft.write_bytes(buffer.getbuffer())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _saturation(rgb: np.ndarray) -> np.ndarray:
