@@ -49,7 +49,7 @@ def test_each_figure_says_what_it_shows(done, tmp_path):
     words = {
         "paired": ("toy, F1: every seed", "seed 42", "Gated SRP", "difference in F1", "difference to NA"),
         "trajectories": ("layer 1", "epoch", "effective β", "toy (3 seeds)"),
-        "regimes": ("removes (0.5 to 1.5)", "share of heads and patches", "β +0.5"),
+        "regimes": ("removes (0.5 to 1.5)", "share of heads and patches", "β +0.5", "β/δ +0.5", "30% below 0"),
         "roc_toy": ("false positive rate", "recall", "precision", "NA", "Gated SRP"),
         "reliability_toy": ("confidence", "accuracy"),
     }

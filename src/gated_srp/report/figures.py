@@ -151,9 +151,11 @@ def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, 
                 names, share, bottom=bottom, color=colour, hatch=hatch, edgecolor="#555555", linewidth=0.5, label=label
             )
             bottom += share
-        for place, mean in enumerate(last.groupby("layer")["mean"].mean()):
-            axis.text(place, 1.02, f"β {mean:+.2f}", ha="center", fontsize=8)
-        axis.set_ylim(0, 1.12)
+        about = last.groupby("layer")[["mean", "mean_over_delta", "share_negative"]].mean()
+        for place, (mean, relative, negative) in enumerate(about.to_numpy()):
+            text = f"β {mean:+.2f}, β/δ {relative:+.2f}\n{negative:.0%} below 0"
+            axis.text(place, 1.02, text, ha="center", fontsize=7)
+        axis.set_ylim(0, 1.2)
         tidy(axis, x="", y="share of heads and patches", title=short(cohort))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.suptitle(f"{title}: what the gates do", x=0.01, ha="left", fontsize=11)
