@@ -4,6 +4,7 @@ Shapes: L patches, h and w rows and columns of the canvas.
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,8 +150,8 @@ def draw_maps(
     for place, (heading, patches, one) in enumerate(maps, 1):
         axes = figure.add_subplot(rows, columns, place)
         _panel(figure, axes, patches, one, canvas, None if slide is None else slide[0], percentile)
-        axes.set_title(heading, fontsize=10)
-    figure.suptitle(title, fontsize=11)
+        axes.set_title(_wrapped(heading, 62), fontsize=9)
+    figure.suptitle(_wrapped(title, 56 * columns), fontsize=10)
     with whole(path) as draft:
         figure.savefig(draft, dpi=_DPI, format="png")
 
@@ -192,3 +193,7 @@ def colour(places: np.ndarray, colours: Any, background: np.ndarray | None) -> n
         return np.where(bare[..., None], np.uint8(235), picture)
     mixed = (picture * np.float32(_OPACITY) + background * np.float32(1 - _OPACITY)).round().astype(np.uint8)
     return np.where(bare[..., None], background, mixed)
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())

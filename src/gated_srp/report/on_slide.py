@@ -95,4 +95,4 @@ def _tile(slide: SlideImage, corner: np.ndarray, side: float) -> Image.Image:
 
 def _plain(text: str) -> str:
     """Pillow's built-in font knows Latin alone."""
-    return text.replace("−", "-").encode("latin-1", "replace").decode("latin-1")
+    return text.replace("−", "-").replace("\n", " ").encode("latin-1", "replace").decode("latin-1")

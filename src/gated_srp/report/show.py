@@ -62,7 +62,7 @@ def show_views(views: Sequence[View], file: Path, request: Request, out: Path) -
     draw_maps(
         [(s.heading, s.patches, s.one) for s in shown],
         written[0],
-        title=f"{name}: {shown[0].one.title if len(shown) == 1 else Path(request.value).stem}",
+        title=f"{name}: {Path(request.value).stem}",
         slide=slide,
         percentile=request.percentile,
     )

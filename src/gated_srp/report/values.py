@@ -167,7 +167,7 @@ def change(view: View, layer: int | None, head: int | None) -> list[PatchMap]:
     name, title = _named("change", number, head)
     return [
         PatchMap(
-            name, f"{title}: attention gained (+) or lost (−) by the gates", _head(seen - before, head), signed=True
+            name, f"{title}:\nattention gained (+) or lost (−) by the gates", _head(seen - before, head), signed=True
         )
     ]
 
