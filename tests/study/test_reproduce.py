@@ -184,3 +184,42 @@ def test_a_dry_run_lists_every_cell_and_writes_nothing(tmp_path, monkeypatch):
     assert any("TCGA-KIRP   Gated SRP  " in line and "delta 2, h 32" in line for line in lines)
     assert lines[-1] == "125 distinct runs"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runtime_is_measured_cell_by_cell_and_stands_beside_the_authors_numbers(tmp_path, monkeypatch):
+    from gated_srp.cli import reproduce_run
+
+    study, cells, _ = planned("runtime", tmp_path, cohorts=["KIRP"])
+    assert {(cell.config.train.epochs, cell.unit) for cell in cells} == {(3, "42")}
+    speeds = {"peak_reserved_gib": 2.5, "train_wsi_per_second": 1.0, "test_wsi_per_second": 4.0}
+    monkeypatch.setattr("gated_srp.study.runtime.measure", lambda cell: speeds)
+    reproduce_run._write_table(tmp_path / "t", study, cells, ("on a laptop",))
+    lines = pd.read_csv(tmp_path / "t" / "reproduction.csv", keep_default_na=False)
+    own = lines[(lines["cohort"] == "TCGA-KIRP") & (lines["row"] == "NA")]
+    assert own[["metric", "mean", "published", "verdict"]].to_numpy().tolist() == [
+        ["peak_reserved_gib", "2.5", 2.041, "not judged"],
+        ["train_wsi_per_second", "1.0", 1.9189, "not judged"],
+    ]
+    assert not (tmp_path / "t" / "comparison").exists()
+
+
+def test_trajectories_and_the_gates_geometry_are_drawn_by_name(tmp_path, capsys):
+    from study.study_cells import finish
+
+    from gated_srp.cli import reproduce_run
+
+    study, cells, _ = planned("trajectories", tmp_path, seeds=[42])
+    for cell in cells:
+        finish(cell, gates=(0.1, 0.2), c_index=0.5)
+    reproduce_run._write(tmp_path / "f", study, cells, ())
+    assert {path.name for path in (tmp_path / "f").glob("*.svg")} == {
+        "trajectories_main.svg",
+        "trajectories_survival.svg",
+        "trajectories_classification.svg",
+    }
+    main = (tmp_path / "f" / "trajectories_main.svg").read_text()
+    assert all(name in main for name in ("KIRC (1 seed)", "CAM16 (1 seed)", "PANDA (1 seed)"))
+    reproduce_run._write(tmp_path / "g", read_studies("signed-gate", FOLDER)[0], [], ())
+    assert (tmp_path / "g" / "signed_gate.png").is_file()
+    reproduce_run._write(tmp_path / "g", read_studies("redundancy", FOLDER)[0], [], ())
+    assert "run `gated-srp redundancy cohort.yaml`" in capsys.readouterr().out
