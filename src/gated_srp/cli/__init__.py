@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gated_srp import __version__
-from gated_srp.cli import bench, data, models, predict, runs, slides, studies
+from gated_srp.cli import bench, data, first, models, predict, runs, slides, studies
 from gated_srp.errors import UserError
 
 app = typer.Typer(
@@ -37,6 +37,8 @@ def options(
 
 
 # One line a command, in the order of a user's day.
+app.command("demo")(first.demo)
+app.command("init")(first.init)
 app.command("extract")(slides.extract)
 app.command("check")(data.check)
 app.command("splits")(data.splits)
@@ -44,7 +46,13 @@ app.command("redundancy")(data.redundancy)
 app.command("train")(runs.train)
 app.command("predict")(predict.predict)
 app.command("evaluate")(predict.evaluate)
+app.command("compare")(studies.compare)
+app.command("tune")(studies.tune)
+app.command("reproduce")(studies.reproduce)
 app.command("stats")(studies.stats)
+app.command("heatmap")(slides.heatmap)
+app.command("explain")(slides.explain)
+app.command("report")(first.report)
 app.command("convert")(models.convert)
 app.command("bench")(bench.bench)
 
