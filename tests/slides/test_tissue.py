@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from images import picture, write_slide
 
 from gated_srp.errors import UserError
+from gated_srp.slides import reader
 from gated_srp.slides.reader import SlideError, SlideImage, find_slides, nominal_magnification
 from gated_srp.slides.tiles import Tiling, footprint, lattice, plan_slide, read_tiles
 from gated_srp.slides.tissue import TissueMask, find_tissue, otsu
@@ -156,6 +157,22 @@ def test_the_overview_shows_each_place_where_it_is(tmp_path):
         seen = slide.overview(7.3)
     coloured = np.argwhere(seen[..., 0].astype(int) - seen[..., 1] > 40)
     assert np.abs(coloured.mean(0) * 7.3 + 3.65 - (1790, 2910)).max() < 4
+
+
+def test_without_openslide_tiffslide_reads_the_same_pixels(tmp_path, monkeypatch):
+    pytest.importorskip("tiffslide", reason="tiffslide is not installed")
+    path, info = _info(tmp_path, downsamples=(2,))
+    with SlideImage(path) as slide:
+        wanted = slide.read(128, 96, level=1, size=(50, 40))
+
+    def missing():
+        raise ImportError("openslide")
+
+    monkeypatch.setattr(reader, "_openslide", missing)
+    with SlideImage(path) as slide:
+        assert (slide.info.size, slide.info.downsamples) == (info.size, info.downsamples)
+        assert slide.info.mpp == pytest.approx(info.mpp)
+        assert np.array_equal(slide.read(128, 96, level=1, size=(50, 40)), wanted)
 
 
 @pytest.mark.parametrize(

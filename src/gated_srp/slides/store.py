@@ -19,7 +19,7 @@ from gated_srp.files import whole
 from gated_srp.slides.tiles import TilePlan, Tiling
 
 _ABANDONED = 3600.0  # seconds since a draft was last written to; its writer was killed
-_ROWS = 256  # a chunk
+_ROWS = 64  # a chunk: it must fit HDF5's cache of 1 MB, or each batch rewrites it
 
 
 @dataclass(frozen=True)
