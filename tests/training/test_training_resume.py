@@ -14,7 +14,6 @@ from toy_cohorts import open_config, write_cohort
 
 from gated_srp.errors import UserError
 from gated_srp.training import Interrupted, train_run
-from gated_srp.training import checkpoint as checkpoint_module
 from gated_srp.training.checkpoint import load_checkpoint
 from gated_srp.training.keeper import Keeper
 
@@ -136,7 +135,7 @@ def test_a_full_disk_loses_nothing_that_was_saved(reference, tmp_path, monkeypat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match=r"No space left on device.*free some space"):
             train_run(config, arm="gated_srp", seed=42, save_every=0, quiet=True)
     run = tmp_path / "toy/gated_srp/seed42"
