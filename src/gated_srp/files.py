@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gated_srp.errors import UserError
@@ -25,7 +25,8 @@ def whole(path: Path) -> Iterator[Path]:
             "folder or choose another, then start the same command again."
         ) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # it was renamed, or there never was a place for it
+            draft.unlink()
 
 
 def write_whole(path: Path, content: bytes | memoryview | str) -> None:
