@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gated_srp.srp import FixedCoefficient, PatchGraph, SignedGate, kaiming, nonnegative, range_free, xavier
+from gated_srp.srp import FixedCoefficient, PatchGraph, SignedGate, kaiming, nonnegative, range_free, rectified, xavier
 
 GRAPH = PatchGraph.from_coords(torch.tensor([[0, 0], [1, 0], [0, 1], [50, 50]]), torch.randn(4, 8), stride=1)
 COMPONENT, NORM = torch.tensor([[0.5, -1.0]] * 4), torch.tensor([[1.0, 2.0]] * 4)
@@ -66,6 +66,13 @@ def test_ranges_hold_for_large_logits(bound, low, high):
     logits = torch.tensor([-80.0, 0.0, 80.0])
     values = bound(logits, 1.5)
     assert values[0] == pytest.approx(low, abs=1e-30) and values[2] == high
+
+
+def test_a_rectified_gate_starts_at_zero_and_can_leave_it():
+    logits = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
+    rectified(logits, 2.0).sum().backward()
+    assert rectified(logits, 2.0).tolist() == pytest.approx([0.0, 0.0, 2 * math.tanh(1.0)])
+    assert logits.grad.tolist() == pytest.approx([0.0, 2.0, 2 * (1 - math.tanh(1.0) ** 2)])
 
 
 def test_diagnostics_are_detached_unless_live():

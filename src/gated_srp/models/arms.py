@@ -32,6 +32,7 @@ from gated_srp.srp import (
     kaiming,
     nonnegative,
     range_free,
+    rectified,
     xavier,
 )
 
@@ -141,6 +142,7 @@ ARMS: dict[str, Arm | PeerArm] = {
     "axis_random": _gated(
         _gate(), direction=lambda sizes: RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)
     ),
+    "gated_srp_nonnegative": _gated(_gate(bound=rectified)),
     "axis_shuffled": _gated(_gate(), direction=lambda sizes: ShuffledNeighbours()),
     # dense attention over variable lengths
     "vit4": _vit4(),

@@ -29,6 +29,11 @@ def nonnegative(logit: Tensor, delta: float) -> Tensor:
     return delta * torch.sigmoid(logit)
 
 
+def rectified(logit: Tensor, delta: float) -> Tensor:
+    """Control: delta max(0, tanh(logit)), never negative and yet the identity at the start; the slope at zero is kept."""
+    return signed(logit, delta).clamp(min=0)
+
+
 def range_free(logit: Tensor, delta: float) -> Tensor:
     """Beyond the paper: 2 tanh(logit / 2), which needs no range; delta is not used."""
     return 2 * torch.tanh(logit / 2)
