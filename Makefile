@@ -23,7 +23,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 demo: $(READY)
-	$(BIN)/python examples/drop_in.py
+	$(BIN)/gated-srp demo
 
 bench: $(READY)
 	$(BIN)/gated-srp bench

@@ -20,6 +20,14 @@ app = typer.Typer(
 )
 
 
+# Which extra brings a package that may be missing; `train` brings the others.
+_EXTRAS = {
+    **dict.fromkeys(("openslide", "tiffslide", "PIL"), "slides"),
+    **dict.fromkeys(("transformers", "huggingface_hub", "efficientnet_lite_pytorch"), "encoders"),
+    "ray": "cluster",
+}
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"gated-srp {__version__}")
@@ -69,8 +77,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if "--debug" in sys.argv or (error.name or "").startswith("gated_srp"):
             raise
+        extra = _EXTRAS.get((error.name or "").partition(".")[0], "train")
         typer.secho(
-            f"error: this command needs the package {error.name!r}. Install it with: pip install 'gated-srp[train]'",
+            f"error: this command needs the package {error.name!r}. Install it with: pip install 'gated-srp[{extra}]'",
             fg="red",
             err=True,
         )
