@@ -27,9 +27,9 @@ _CAPTIONS = {
     "paired": "Every seed, and the differences with their intervals",
     "trajectories": "Gates over the epochs: mean β of each layer",
     "regimes": "What the gates do in the last epoch",
+    "kaplan_meier": "Survival of test patients by predicted risk",
     "roc": "ROC and precision-recall on test slides",
     "reliability": "Calibration on test slides",
-    "kaplan_meier": "Survival of test patients by predicted risk",
     "redundancy": "How alike neighbouring patches are",
     "history": "Loss and score by epoch",
     "signed_gate": "Geometry of the signed gate",
@@ -187,10 +187,15 @@ def _study(study: Study, prefix: str) -> dict[str, Any]:
 
 
 def _drawn(paths: Sequence[Path], prefix: str) -> Iterator[Figure]:
-    for place, path in enumerate(paths):
+    for place, path in enumerate(sorted(paths, key=_place)):
         markup = inline_svg(path, f"{prefix}{place}-")
         if markup is not None:
             yield Figure(_caption(path.stem), markup)
+
+
+def _place(path: Path) -> int:
+    """In the order of the captions; others last."""
+    return next((i for i, name in enumerate(_CAPTIONS) if path.stem.startswith(name)), len(_CAPTIONS))
 
 
 def _caption(stem: str) -> str:

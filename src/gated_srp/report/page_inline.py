@@ -36,6 +36,7 @@ _DRAWN = frozenset(
 _LARGEST = 3_000_000  # bytes of an SVG file; matplotlib's are a hundredth
 _WIDEST = 1400  # pixels of a PNG
 _COLOURS = 128
+_SHRINK = 0.6
 
 
 def inline_svg(path: Path, prefix: str) -> str | None:
@@ -52,8 +53,11 @@ def inline_svg(path: Path, prefix: str) -> str | None:
     if root.tag != f"{{{_SVG}}}svg":
         return None
     _clean(root, prefix)
+    width = re.match(r"([\d.]+)(pt|px)?$", root.get("width", ""))
     for name in ("height", "version"):
         root.attrib.pop(name, None)
+    if width:  # on a phone it shrinks so far and scrolls from there on
+        root.set("style", f"min-width: {float(width[1]) * _SHRINK:.0f}{width[2] or 'px'}")
     root.attrib |= {"aria-hidden": "true", "focusable": "false"}  # the figure's words are its name
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _LINK)
