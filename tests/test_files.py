@@ -16,9 +16,14 @@ def test_a_file_and_its_folders_are_made(tmp_path):
 
 def test_a_failure_leaves_the_old_file_and_nothing_beside(tmp_path):
     write_whole(tmp_path / "a.txt", "old")
-    with pytest.raises(RuntimeError, match="in the middle"), whole(tmp_path / "a.txt") as draft:
-        draft.write_text("half")
-        raise RuntimeError("in the middle")
+
+    def stops_in_the_middle() -> None:
+        with whole(tmp_path / "a.txt") as draft:
+            draft.write_text("half")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        stops_in_the_middle()
     assert (tmp_path / "a.txt").read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
 
