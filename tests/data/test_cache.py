@@ -187,7 +187,7 @@ def _read_often(folder, files, settings, times, answers):
 
 def test_two_processes_may_share_a_folder(tmp_path, cache):
     files = [write_trident(tmp_path / "job", f"s{i}", make_slide(i)) for i in range(3)]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of torch's threads
     answers = context.Queue()
     pair = [
         context.Process(target=_read_often, args=(cache.folder, files, PLAIN, 10, answers), daemon=True)
@@ -195,7 +195,7 @@ def test_two_processes_may_share_a_folder(tmp_path, cache):
     ]
     for process in pair:
         process.start()
-    totals = [answers.get(timeout=60) for _ in pair]
+    totals = [answers.get(timeout=240) for _ in pair]
     for process in pair:
         process.join(60)
         assert process.exitcode == 0

@@ -142,8 +142,8 @@ def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag
         return PreparedBag(
             path=path, features=tensors["features"], coords=tensors["coords"], graph=graph, warnings=warnings, **facts
         )
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-        return None
+    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError, TypeError):
+        return None  # RuntimeError: torch, when another process removed the file between opening and mapping
 
 
 def _checksum(tensors: dict[str, Tensor], told: str) -> str:
