@@ -57,7 +57,7 @@ def test_neighbours_are_alike_and_foci_deviate_from_theirs(home):
         focal = truth_of(home, slide)["true_focus"].to_numpy(bool)
         inside += list(alike[focal])
         outside += list(alike[~focal])
-    assert np.median(outside) > 0.5 and np.median(inside) < np.median(outside) - 0.15
+    assert np.median(outside) > 0.5 and np.median(inside) < np.median(outside) - 0.1
 
 
 def test_the_background_varies_along_the_axis_of_the_foci_too():
@@ -122,7 +122,7 @@ def test_every_step_is_a_command_with_options_that_exist(tmp_path):
 
 
 def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    small = demo._YAML.replace("epochs: 8", "epochs: 1").replace("[na, xsa, diff, gated_srp]", "[na, gated_srp]")
+    small = demo._YAML.replace("epochs: 6", "epochs: 1").replace("[na, xsa, diff, gated_srp]", "[na, gated_srp]")
     monkeypatch.setattr(demo, "_YAML", small.replace("[42, 43]", "[42]"))
     monkeypatch.setattr(demo, "generate", lambda home: generate(home, SMALL))
     home = tmp_path / "d"

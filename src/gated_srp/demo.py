@@ -134,7 +134,7 @@ table: {table}
 
 # A small model and few epochs, so that the demo takes minutes. Without these two lines: the paper's.
 model: {{dim: 64, depth: 2, num_heads: 4, num_landmarks: 16, hidden_dim: 16}}
-train: {{epochs: 8, lr: 5e-4, accumulation: 4, workers: 0}}
+train: {{epochs: 6, lr: 5e-4, accumulation: 4, workers: 0}}
 
 arms: [na, xsa, diff, gated_srp]
 seeds: [42, 43]
@@ -196,12 +196,15 @@ def steps(home: Path) -> Iterator[Step]:
     """Each is to be done before the next is asked for: the slide of the heatmap depends on the split."""
     cohort, runs = str(home / "cohort.yaml"), home / "runs" / NAME
     yield Step("what is there, and is it sound?", ("check", cohort, "--json", str(home / "check.json")))
-    yield Step("how redundant are neighbouring patches?", ("redundancy", cohort, "-o", str(home / "redundancy")))
+    yield Step(
+        "how redundant are neighbouring patches?",
+        ("redundancy", cohort, "--slides", "60", "-o", str(home / "redundancy")),
+    )
     yield Step("four attentions, two seeds, identical splits", ("compare", cohort))
     run = runs / "gated_srp" / "seed42"
     slide = heatmap_slide(run)
     file, out = str(home / _TREE / f"{slide}.h5"), ("-o", str(home / "heatmaps"))
-    truth = ("heatmap", file, "--value", str(home / "truth" / f"{slide}.csv"), *out)
+    truth = ("heatmap", file, "--value", str(home / "truth" / f"{slide}.csv"), "--percentile", *out)
     yield Step(f"the true foci of {slide}, the first test slide that has any", truth)
     for layer in ("1", "2"):
         attention = ("heatmap", str(run), file, "--value", "attention", "--layer", layer, *out)

@@ -12,6 +12,9 @@ _NAME = re.compile(
 )
 
 
+_TRUTH = "true focus"  # of the demo: first, for the others to be held against
+
+
 class Picture(NamedTuple):
     slide: str
     value: str
@@ -54,5 +57,7 @@ def read_name(name: str) -> tuple[str, str, str]:
 
 def gallery(pictures: Sequence[tuple[str, str]], left_out: Sequence[str]) -> Gallery:
     """``pictures``: names (folder/stem) with their data URIs."""
-    found = tuple(Picture(*read_name(name), uri) for name, uri in pictures)
+    found = tuple(
+        sorted((Picture(*read_name(name), uri) for name, uri in pictures), key=lambda one: one.value != _TRUTH)
+    )
     return Gallery(found, tuple(dict.fromkeys(picture.value for picture in found)), tuple(left_out))
