@@ -24,6 +24,7 @@ def test_both_subjects_compute_the_same_logits():
 def test_rows_cover_every_phase_arm_and_precision():
     rows = bench.time_arms(40, repeats=1)
     assert {(r.phase, r.arm, r.dtype) for r in rows} == {
+        ("multiply", "machine", "float32"),
         ("prepare", "textbook", "float32"),
         ("prepare", "gated_srp", "float32"),
         *((p, "textbook", "float32") for p in ("predict", "train")),
@@ -45,6 +46,7 @@ def test_figures_are_ratios_of_one_run():
     rows = [
         timed("prepare", "textbook", "float32", 4.0),
         timed("prepare", "gated_srp", "float32", 0.1),
+        timed("multiply", "machine", "float32", bench.MULTIPLY_OPERATIONS / 1e11),
         timed("predict", "textbook", "float32", 6.0),
         timed("predict", "gated_srp", "float32", 2.4),
         timed("predict", "gated_srp", "bfloat16", 0.9),
@@ -66,7 +68,7 @@ def test_figures_are_ratios_of_one_run():
             for p, a, mb in (("predict", "textbook", 200.0), ("predict", "gated_srp", 100.0))
         ),
     ]
-    found = {f.name: (round(f.value, 2), f.holds) for f in bench.figures(rows, rate=1e11)}
+    found = {f.name: (round(f.value, 2), f.holds) for f in bench.figures(rows)}
     assert found["prepare, textbook / ours"] == (40.0, True)
     assert found["prepare + predict, float32"] == (4.0, True)
     assert found["prepare + predict, ours bf16"] == (10.0, True)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import textbook
 from gated_srp import PatchGraph, UserError
-from gated_srp.models.attention import DenseAttention
+from gated_srp.models.attention import DenseAttention, projections
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
 from gated_srp.models.nystrom import NystromAttention, landmarks, pinv, segment_means
 
@@ -25,6 +25,30 @@ def test_nystrom_equals_the_textbook_with_fewer_and_more_rows_than_landmarks(cou
     expected_y, expected_v = plain(x[0])
     torch.testing.assert_close(y[0], expected_y, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(v[0], expected_v)
+
+
+def test_nystrom_without_gradients_works_through_chunks_of_rows_and_gives_the_same():
+    attention = NystromAttention(24, 4, num_landmarks=8)
+    x = torch.cat([rows(2500), rows(2500, seed=1)])
+    graph = PatchGraph.batch([PatchGraph.from_grid(50, 50)] * 2)
+    expected = attention(x, graph)
+    with torch.no_grad():
+        for ours, plain in zip(attention(x, graph), expected, strict=True):
+            torch.testing.assert_close(ours, plain.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_projections_equal_slices_of_one_linear_layer_in_value_and_gradient():
+    x = torch.randn(2, 9, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(24, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(2, 9, 24, dtype=torch.float64)
+    plain = torch.nn.functional.linear(x, weight, bias)
+    parts = projections(x, weight, bias, 8)
+    assert len(parts) == 3 and all(part.is_contiguous() for part in parts)
+    torch.testing.assert_close(torch.cat(parts, -1), plain)
+    ours = torch.autograd.grad(torch.cat(parts, -1), (x, weight, bias), upstream)
+    for a, b in zip(ours, torch.autograd.grad(plain, (x, weight, bias), upstream), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("build", [DenseAttention, NystromAttention, DifferentialAttention, DifferentialNystrom])

@@ -15,10 +15,13 @@ import torch
 
 from gated_srp.bench.subjects import IN_DIM, Ours, Slide, make, make_coords, make_slide, run_phase
 
+MULTIPLY_OPERATIONS = 2 * 10_000 * IN_DIM * IN_DIM  # of the product that shows what the machine can do
+
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``arm``: textbook, gated_srp or na; ``dtype``: float32, bfloat16, or what the features are stored in."""
+    """One measurement. ``arm``: textbook, gated_srp, na, or machine (phase multiply: a bare matrix product).
+    ``dtype``: float32, bfloat16, or what the features are stored in."""
 
     tokens: int
     phase: str
@@ -42,20 +45,29 @@ def best_seconds(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dic
 
 
 def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", "predict", "train")) -> list[Row]:
-    """Seconds of textbook, Gated SRP and NA, float32 and bf16, on one slide."""
+    """Seconds of textbook, Gated SRP and NA, float32 and bf16, on one slide; a bare matrix product takes turns with them."""
     slide = make_slide(tokens)
     subjects = {arm: make(arm, slide) for arm in ("textbook", "gated_srp", "na")}
     for subject in subjects.values():
         subject.prepare()
+    multiply = _multiplication()
     rows = []
     for phase in phases:
-        jobs = {}
+        jobs: dict[tuple[str, str], Callable[[], object]] = {}
         for arm, subject in subjects.items():
             for dtype in ("float32",) if arm == "textbook" or phase == "prepare" else ("float32", "bfloat16"):
                 if (arm, phase) != ("na", "prepare"):
                     jobs[arm, dtype] = lambda s=subject, p=phase, d=dtype: run_phase(s, p, d)
-        rows += [Row(tokens, phase, arm, dtype, seconds=s) for (arm, dtype), s in best_seconds(jobs, repeats).items()]
+        if phase == "predict":
+            jobs["machine", "float32"] = multiply
+        for (arm, dtype), seconds in best_seconds(jobs, repeats).items():
+            rows.append(Row(tokens, "multiply" if arm == "machine" else phase, arm, dtype, seconds=seconds))
     return rows
+
+
+def _multiplication() -> Callable[[], object]:
+    a, b, out = torch.randn(10_000, IN_DIM), torch.randn(IN_DIM, IN_DIM), torch.empty(10_000, IN_DIM)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def peak(tokens: int, phase: str, arm: str, dtype: str) -> Row:

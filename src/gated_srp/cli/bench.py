@@ -68,8 +68,7 @@ def _bench_models(full: bool, output: Path | None) -> None:
             typer.echo(f"memory of {tokens:,} patches, each figure in a process of its own ...")
             rows += measure.memory_arms(tokens)
         _save(rows, output)
-    rate = measure.multiply_rate()
-    figures = measure.figures(rows, rate)
+    figures = measure.figures(rows)
     if full:
         rows += measure.growth((10_000, 160_000))
         typer.echo("one slide of 1,000,000 patches, half precision, memory-mapped ...")
@@ -77,7 +76,7 @@ def _bench_models(full: bool, output: Path | None) -> None:
         figures += measure.full_figures(rows)
         _save(rows, output)
     _print_rows(rows)
-    _print_figures(figures, rate)
+    _print_figures(figures, measure.multiply_rate(rows))
 
 
 def _save(rows: "list[Row]", output: Path | None) -> None:

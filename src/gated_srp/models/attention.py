@@ -3,8 +3,11 @@
 Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channels.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
@@ -40,22 +43,48 @@ class FusedAttention(Attention):
         self.proj = nn.Linear(dim, dim)
 
     def heads(self, x: Tensor, first: int = 0, last: int = 3) -> tuple[Tensor, ...]:
-        """Projections number first to last - 1 of (q, k, v), each (B, H, L, D), from one product."""
+        """Projections number first to last - 1 of (q, k, v), each (B, H, L, D) in memory of its own."""
         dim = self.proj.in_features
-        rows = F.linear(x, self.qkv.weight[first * dim : last * dim], self.qkv.bias[first * dim : last * dim])
-        return tuple(split_heads(part, self.num_heads) for part in rows.chunk(last - first, dim=-1))
+        parts = projections(x, self.qkv.weight[first * dim : last * dim], self.qkv.bias[first * dim : last * dim], dim)
+        return tuple(split_heads(part, self.num_heads) for part in parts)
 
-    def all_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; the values get memory of their own, so that neighbour means read whole rows."""
-        (q, k), (v,) = self.heads(x, 0, 2), self.heads(x, 2, 3)
-        return q, k, v
+
+def projections(x: Tensor, weight: Tensor, bias: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """linear(x, weight, bias) cut into tensors of ``dim`` channels: (B, L, C) -> as many (B, L, dim)."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tuple(F.linear(x, w, b) for w, b in zip(weight.split(dim), bias.split(dim), strict=True))
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    parts: tuple[Tensor, ...] = _Projections.apply(x.to(dtype), weight.to(dtype), bias.to(dtype), dim)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class _Projections(torch.autograd.Function):
+    """The gradients of all parts are summed by the products themselves, where slices of one product would be joined first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dim: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        return tuple(F.linear(x, w, b) for w, b in zip(weight.split(dim), bias.split(dim), strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, parts = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        dx, dweight = torch.empty_like(rows), torch.empty_like(weight)
+        weights = weight.chunk(len(parts))
+        for number, (grad, w, dw) in enumerate(zip(parts, weights, dweight.chunk(len(parts)), strict=True)):
+            torch.addmm(dx, grad, w, beta=min(number, 1), out=dx)  # the first one overwrites
+            torch.mm(grad.t(), rows, out=dw)
+        return dx.view_as(x), dweight, torch.cat([grad.sum(0) for grad in parts]), None
 
 
 class DenseAttention(FusedAttention):
     """Softmax attention over all rows (Eq. 1); rows that pad a shorter bag are never attended to."""
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
-        q, k, v = self.all_heads(x)
+        q, k, v = self.heads(x)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask(x, graph)), v
 
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:

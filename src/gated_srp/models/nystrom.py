@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from gated_srp.errors import UserError
 from gated_srp.models.attention import FusedAttention, split_heads, weights
 from gated_srp.srp import PatchGraph
+from gated_srp.srp.projection import chunks
 
 
 class NystromAttention(FusedAttention):
@@ -21,8 +22,20 @@ class NystromAttention(FusedAttention):
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
-        q, k, v = self.all_heads(x)
-        return nystrom(q, k, v, *self._landmarks(x)), v
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            q, k, v = self.heads(x)
+            return nystrom(q, k, v, *self._landmarks(x)), v
+        return self._queries_in_chunks(x)
+
+    def _queries_in_chunks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` when no gradient is wanted: queries exist for one chunk of rows at a time, y takes the memory of the keys."""
+        q_marks, k_marks = self._landmarks(x)
+        k, v = self.heads(x, 1, 3)
+        u = landmark_values(q_marks, k_marks, k, v)
+        for rows in chunks(x[0]):
+            (q,) = self.heads(x[:, rows], 0, 1)
+            k[:, :, rows] = F.scaled_dot_product_attention(q, k_marks, u)
+        return k, v
 
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
@@ -47,10 +60,15 @@ def nystrom(q: Tensor, k: Tensor, v: Tensor, q_marks: Tensor, k_marks: Tensor) -
 
     B v is attention of M queries over L keys, F u of L queries over M keys, so neither (L x M) matrix exists.
     """
-    u = F.scaled_dot_product_attention(q_marks, k, v)  # (B, H, M, D)
-    with torch.autocast(q.device.type, enabled=False):
+    return F.scaled_dot_product_attention(q, k_marks, landmark_values(q_marks, k_marks, k, v))
+
+
+def landmark_values(q_marks: Tensor, k_marks: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """pinv(A) B v: what each landmark hands to the rows that look at it, (B, H, M, D)."""
+    u = F.scaled_dot_product_attention(q_marks, k, v)
+    with torch.autocast(k.device.type, enabled=False):
         u = pinv(weights(q_marks, k_marks)) @ u.float()
-    return F.scaled_dot_product_attention(q, k_marks, u.to(q.dtype))
+    return u.to(k.dtype)
 
 
 def nystrom_map(q: Tensor, k: Tensor, q_marks: Tensor, k_marks: Tensor) -> Tensor:
@@ -87,11 +105,10 @@ def segment_means(x: Tensor, count: int) -> Tensor:
     """Means of successive segments of ceil(L / count) rows, the last one of what is left: (B, L, C) -> (B, <= count, C)."""
     rows = x.shape[1]
     size = -(-rows // count)
-    whole = rows // size
-    means = x[:, : whole * size].reshape(len(x), whole, size, -1).mean(2)
-    if whole * size == rows:
-        return means
-    return torch.cat([means, x[:, whole * size :].mean(1, keepdim=True)], dim=1)
+    rest = rows % size
+    body, tail = torch.split(x, [rows - rest, rest], dim=1)  # its backward is one cat; that of slices fills zeros
+    means = body.unflatten(1, (-1, size)).mean(2)
+    return torch.cat([means, tail.mean(1, keepdim=True)], dim=1) if rest else means
 
 
 def check_one_length(graph: PatchGraph) -> None:
