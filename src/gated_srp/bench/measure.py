@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", 
         for arm, subject in subjects.items():
             for dtype in ("float32",) if arm == "textbook" or phase == "prepare" else ("float32", "bfloat16"):
                 if (arm, phase) != ("na", "prepare"):
-                    jobs[arm, dtype] = lambda s=subject, p=phase, d=dtype: run_phase(s, p, d)
+                    jobs[arm, dtype] = partial(run_phase, subject, phase, dtype)
         if phase == "predict":
             jobs["machine", "float32"] = multiply
         for (arm, dtype), seconds in best_seconds(jobs, repeats).items():
