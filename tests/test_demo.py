@@ -100,7 +100,7 @@ def test_a_stopped_generation_goes_on_and_a_users_folder_is_left_alone(home, tmp
 
 def test_the_words_name_what_the_recipe_does():
     words = Recipe().words()
-    assert "These data are generated" in words and "no seed and no setting was chosen" in words
+    assert "These data are generated" in words and "no other arm was run" in words
     assert (
         "240 slides of 200 patients" in words and "8 to 20 small foci" in words and "by 5 standard deviations" in words
     )
