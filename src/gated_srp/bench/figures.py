@@ -36,11 +36,11 @@ def multiply_rate(rows: list[Row]) -> float:
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """The promised ratios, for every size that was measured."""
+    """The promised ratios, for every measured size that a promise is made for."""
     seconds = {(r.tokens, r.phase, r.arm, r.dtype): r.seconds for r in rows if r.peak_mb is None and r.seconds}
     peaks = {(r.tokens, r.phase, r.arm): r.peak_mb for r in rows if r.peak_mb is not None}
     found = []
-    for tokens in sorted({r.tokens for r in rows if r.phase == "train" and r.peak_mb is None}):
+    for tokens in sorted({r.tokens for r in rows if r.phase == "train" and r.tokens >= 10_000}):
 
         def took(phase: str, arm: str, dtype: str = "float32", n: int = tokens) -> float:
             return seconds[n, phase, arm, dtype]

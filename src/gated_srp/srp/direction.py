@@ -33,7 +33,7 @@ class NeighbourMean(Direction):
 
     def axis_at(self, v: Tensor, graph: PatchGraph) -> AxisAt:
         flat = wide(v.detach().flatten(1))
-        return lambda rows: graph.mean(flat, rows).view(-1, *v.shape[1:])  # the axis never exists as a whole
+        return lambda rows: graph.sum(flat, rows).view(-1, *v.shape[1:])  # the axis never exists as a whole
 
 
 class OwnValue(Direction):

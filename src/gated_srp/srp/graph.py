@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gated_srp.errors import UserError
 from gated_srp.srp.lattice import floor_cells, infer_stride, near_offsets
-from gated_srp.srp.projection import chunks, neighbour_mean, wide
+from gated_srp.srp.projection import chunks, neighbour_mean, neighbour_sum, wide
 
 _FEWEST = 0.1  # mean neighbour count below which a bag of at least _JUDGED patches is refused
 _JUDGED = 16
@@ -113,12 +113,16 @@ class PatchGraph:
         """m_i of each row, (B * L,)."""
         return self.offsets.diff()
 
-    def mean(self, rows: Tensor, part: slice | None = None) -> Tensor:
-        """Eq. 6 over these lists: (B * L, C) -> (B * L, C), or the rows of ``part`` alone."""
-        if part is None or part == slice(0, self.num_rows):
-            return neighbour_mean(rows, self.neighbours, self.offsets)
+    def mean(self, rows: Tensor) -> Tensor:
+        """Eq. 6 over these lists: (B * L, C) -> (B * L, C)."""
+        return neighbour_mean(rows, self.neighbours, self.offsets)
+
+    def sum(self, rows: Tensor, part: slice) -> Tensor:
+        """`neighbour_sum` over the lists of ``part`` alone."""
+        if part == slice(0, self.num_rows):
+            return neighbour_sum(rows, self.neighbours, self.offsets)
         ends = self.offsets[part.start : part.stop + 1]
-        return neighbour_mean(rows, self.neighbours[ends[0] : ends[-1]], ends - ends[0])
+        return neighbour_sum(rows, self.neighbours[ends[0] : ends[-1]], ends - ends[0])
 
     def with_isolated(self, before: int = 0, after: int = 0) -> Self:
         """Rows without neighbours in front of (CLS, registers) and behind (padding) each bag's rows."""
