@@ -3,13 +3,17 @@
 Nothing heavy is imported at the top of this package: ``gated-srp --help`` must answer at once.
 """
 
+import logging
+import shlex
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
 from gated_srp import __version__
-from gated_srp.cli import bench, data, first, models, predict, runs, slides, studies
+from gated_srp.cli import bench, data, first, models, predict, runs, screen, slides, studies
+from gated_srp.cli.screen import LOG
 from gated_srp.errors import UserError
 
 app = typer.Typer(
@@ -22,7 +26,7 @@ app = typer.Typer(
 
 # Which extra brings a package that may be missing; `train` brings the others.
 _EXTRAS = {
-    **dict.fromkeys(("openslide", "tiffslide", "PIL"), "slides"),
+    **dict.fromkeys(("openslide", "tiffslide"), "slides"),
     **dict.fromkeys(("transformers", "huggingface_hub", "efficientnet_lite_pytorch"), "encoders"),
     "ray": "cluster",
 }
@@ -39,9 +43,16 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more: settings, files, versions.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but warnings and errors.")] = False,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Write everything to this file too, details included.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options that stand before the command."""
+    screen.begin(verbose=verbose, quiet=quiet, debug=debug, log=log)
+    LOG.debug("gated-srp %s, Python %s: %s", __version__, sys.version.split()[0], shlex.join(sys.argv))
 
 
 # One line a command, in the order of a user's day.
@@ -67,20 +78,28 @@ app.command("bench")(bench.bench)
 
 def main() -> None:
     """Entry point: a user's mistake ends with one message and exit status 2, never a traceback."""
+    logging.captureWarnings(True)
+    screen.begin()  # until the options are read
     try:
         app()
     except UserError as error:
-        if "--debug" in sys.argv:
-            raise
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise SystemExit(2) from None
+        _refuse(error, str(error))
     except ModuleNotFoundError as error:
-        if "--debug" in sys.argv or (error.name or "").startswith("gated_srp"):
+        if (error.name or "").startswith("gated_srp"):
             raise
         extra = _EXTRAS.get((error.name or "").partition(".")[0], "train")
-        typer.secho(
-            f"error: this command needs the package {error.name!r}. Install it with: pip install 'gated-srp[{extra}]'",
-            fg="red",
-            err=True,
+        cure = f"Install it with: pip install 'gated-srp[{extra}]'"
+        _refuse(error, f"this command needs the package {error.name!r}. {cure}")
+    except Exception:
+        LOG.critical(
+            "error: this was not foreseen. Please report it, with the command and the lines below.", exc_info=True
         )
-        raise SystemExit(2) from None
+        raise
+
+
+def _refuse(error: Exception, why: str) -> NoReturn:
+    """The log file has the traceback too; the screen only where --debug asks for it."""
+    LOG.error("error: %s", why, exc_info=True)
+    if screen.SCREEN.debug:
+        raise error
+    raise SystemExit(2) from None

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gated_srp.cli.screen import LOG, say
+
 
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder of feature files, as the extractor left it.")],
@@ -18,11 +20,11 @@ def init(
 
     draft = write_cohort(folder, table, output, sheet=sheet, force=force)
     for line in draft.seen:
-        typer.echo(line)
-    typer.echo(f"written: {output}")
+        say(line)
+    say(f"written: {output}")
     for choice in draft.choices:
-        typer.secho(f"to choose in {output}: {choice}", fg="yellow")
-    typer.echo(f"next: gated-srp check {output}")
+        LOG.warning("to choose in %s: %s", output, choice)
+    say(f"next: gated-srp check {output}")
 
 
 def demo(
@@ -36,19 +38,16 @@ def demo(
     from gated_srp.demo import generate, steps
 
     begun = time.monotonic()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined] # a group's; the options before it stay
     fresh = generate(output)
-    typer.echo(
-        f"{output}: generated slides, {'written' if fresh else 'there already'}; about.txt says how they are made"
-    )
+    say(f"{output}: generated slides, {'written' if fresh else 'there already'}; about.txt says how they are made")
     for step in steps(output):
-        typer.secho(f"\n# {step.words}\n$ gated-srp {shlex.join(step.command)}", bold=True)
-        status = app(list(step.command), standalone_mode=False)
+        say(f"\n# {step.words}\n$ gated-srp {shlex.join(step.command)}", bold=True)
+        status = commands[step.command[0]](list(step.command[1:]), standalone_mode=False)
         if status:
             raise typer.Exit(int(status))
-    typer.echo(
-        f"\n{time.monotonic() - begun:.0f} s. On your own data: gated-srp init FOLDER TABLE, then the commands above."
-    )
-    typer.echo(f"The report: {(output / 'report.html').absolute()}")
+    say(f"\n{time.monotonic() - begun:.0f} s. On your own data: gated-srp init FOLDER TABLE, then the commands above.")
+    say(f"The report: {(output / 'report.html').absolute()}")
 
 
 def report(
@@ -59,4 +58,4 @@ def report(
     from gated_srp.report.page import write_page
 
     size = write_page(folder, output)
-    typer.echo(f"written: {output} ({size / 1e6:.1f} MB, opens in any browser, loads nothing)")
+    say(f"written: {output} ({size / 1e6:.1f} MB, opens in any browser, loads nothing)")

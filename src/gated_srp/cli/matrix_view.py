@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gated_srp.cli.screen import LOG
+
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
@@ -19,8 +21,9 @@ _LOOK = 1.0  # seconds between looks into the folders of running cells
 @contextmanager
 def showing(board: Board, console: Console) -> Iterator[Callable[[], None]]:
     """``with showing(board, console) as tick``: call ``tick`` often; changes of the board are shown by themselves."""
-    if not console.is_terminal:
-        board.tell = lambda cell, status: _say(console, board, cell, status)
+    lines = None if console.is_terminal else console
+    board.tell = lambda cell, status: _say(lines, board, cell, status)
+    if lines is not None or console.quiet:
         yield lambda: None
         return
     from rich.live import Live
@@ -38,7 +41,7 @@ def showing(board: Board, console: Console) -> Iterator[Callable[[], None]]:
         live.update(_table(board), refresh=True)
 
 
-def _say(console: Console, board: Board, cell: Cell, status: Status) -> None:
+def _say(console: Console | None, board: Board, cell: Cell, status: Status) -> None:
     done = len(board.of("finished"))
     text = {
         "running": f"started{', once more' if status.tries > 1 else ''}",
@@ -46,7 +49,9 @@ def _say(console: Console, board: Board, cell: Cell, status: Status) -> None:
         "waiting": f"failed and will be tried once more: {status.said}",
         "failed": f"FAILED twice, the rest goes on: {status.said}",
     }[status.state]
-    console.print(f"{cell}: {text}", markup=False, soft_wrap=True)
+    LOG.info("%s: %s", cell, text)
+    if console is not None:
+        console.print(f"{cell}: {text}", markup=False, soft_wrap=True)
 
 
 def _table(board: Board) -> Group:

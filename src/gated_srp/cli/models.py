@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gated_srp.cli.screen import say
+
 
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the published release (best.pt).")],
@@ -18,4 +20,4 @@ def convert(
     model = load_published(checkpoint)
     save_model(model, output)
     count = sum(p.numel() for p in model.parameters())
-    typer.echo(f"{output}: arm {model.settings['arm']}, {count:,} parameters, from {checkpoint}")
+    say(f"{output}: arm {model.settings['arm']}, {count:,} parameters, from {checkpoint}")

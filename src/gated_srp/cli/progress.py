@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from gated_srp.cli.screen import progress_console
+
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int], Callable[[object], None]]]:
     """``with counting("files") as of: step = of(1000)``, then ``step(anything)`` once an item."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = progress_console()
     if not console.is_terminal:
         yield lambda total: _lines(console.print, what, total)
         return

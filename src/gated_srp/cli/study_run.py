@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 import typer
-from rich.console import Console
 
 from gated_srp.cli.matrix_view import showing
+from gated_srp.cli.screen import LOG, progress_console, say
 from gated_srp.data.cohort_data import CohortData, open_cohort
 from gated_srp.data.configschema import CohortConfig
 from gated_srp.data.estimate import this_machine
@@ -57,7 +57,7 @@ def compare_arms(
     mark = ""
     if quick:
         config, seeds, mark = quick_version(config, seeds)
-        typer.echo(mark)
+        say(mark)
     against = reference or ("na" if "na" in arms else arms[0])
     if against not in arms:
         raise UserError(f"--reference {against!r} is not among the arms: {', '.join(arms)}. Name one of them.")
@@ -67,13 +67,13 @@ def compare_arms(
     results = collect(cells)
     failed = board.of("failed")
     for cell in failed:
-        typer.secho(f"failed twice: {cell}: {board[cell].said}", fg="red", err=True)
+        LOG.error("failed twice: %s: %s", cell, board[cell].said)
     comparison = compare_cells(cells, results, against, repeats=bootstrap, notes=(*([mark] if mark else []), *notes))
     folder = output or config.out / config.name / "comparison"
     title = f"{config.name}{' (quick)' if mark else ''}"
     written = write_comparison(folder, cells, results, comparison, title=title, mark=mark)
-    typer.echo("\n" + (folder / "README.md").read_text(encoding="utf-8"))
-    typer.echo(f"written: {folder} ({len(written)} files)")
+    say("\n" + (folder / "README.md").read_text(encoding="utf-8"))
+    say(f"written: {folder} ({len(written)} files)")
     return failed
 
 
@@ -85,24 +85,24 @@ def tune_gate(config: CohortConfig, *, arm: str, seeds: Sequence[int], quick: bo
 
     if quick:
         config, seeds, mark = quick_version(config, seeds)
-        typer.echo(mark)
+        say(mark)
     cells = tuning_cells(config, arm, seeds)
     board = run_cells(cells, {config.name: open_cohort(config)}, running)
     for cell in board.of("failed"):
-        typer.secho(f"failed twice: {cell}: {board[cell].said}", fg="red", err=True)
+        LOG.error("failed twice: %s: %s", cell, board[cell].said)
     refuse_unpaired(cells)
     table = tuning_table(cells)
     choices = choose(table)
     path = freeze(config, arm, choices)
     write(path.with_name("tuning.csv"), table.to_csv(index=False, lineterminator="\n"))
     for choice in choices:
-        typer.echo(
+        say(
             f"seed {choice.unit}: delta {choice.delta:g}, h {choice.hidden_dim}; {config.metric} {choice.validation:.4f} on "
             f"validation, {choice.test:.4f} on test (untuned {choice.start_validation:.4f}, {choice.start_test:.4f})"
         )
     found = optimism(choices, split_ratio(cells))
     interval = "" if math.isnan(found.gain.low) else f" (95 % interval {found.gain.low:+.4f} to {found.gain.high:+.4f})"
-    typer.echo(
+    say(
         f"optimism: validation promised {found.chosen:+.4f} more than the test gave, {found.by_choosing:+.4f} of it by choosing "
         f"(untuned: {found.start:+.4f}).\ngain of tuning on test: {found.gain.mean:+.4f}{interval}. Choosing on the test set would "
         f"have shown {found.peeking:+.4f} more, none of it real.\nwritten: {path}; `gated-srp compare` shows it as {arm}_tuned"
@@ -116,7 +116,7 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
     machine = this_machine()
     ahead = cost(cells, data, machine)
     finished = len(board.cells) - ahead.cells
-    typer.echo(f"{len(board.cells)} cells, {finished} finished before, {ahead.cells} to run")
+    say(f"{len(board.cells)} cells, {finished} finished before, {ahead.cells} to run")
     if not ahead.cells:
         return board
     if running.engine == "slurm":
@@ -129,22 +129,20 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
         if running.engine == "ray"
         else f"{machine.name}, {_places(slots)}"
     )
-    typer.echo(
+    say(
         f"roughly {spoken(seconds)} on {machine.name}, {_bytes(ahead.disk)} on disk, {_bytes(ahead.memory)} of memory a cell; "
         f"runs on {where}"
     )
     if seconds > _LONG and not running.yes and sys.stdin.isatty() and not typer.confirm("Start?", default=True):
         raise typer.Exit(1)
-    with showing(board, Console(stderr=True, highlight=False)) as tick:
+    with showing(board, progress_console()) as tick:
         try:
             if running.engine == "ray":
                 run_ray(board, address=running.address, memory=ahead.memory, tick=tick)
             else:
                 run_local(board, slots, tick=tick)
         except KeyboardInterrupt:
-            typer.echo(
-                "stopped; running cells have saved their states. Start the same command again to go on.", err=True
-            )
+            LOG.warning("stopped; running cells have saved their states. Start the same command again to go on.")
             raise typer.Exit(130) from None
     return board
 
@@ -153,7 +151,7 @@ def _write_slurm(board: Board, ahead: Cost, *, gpu: bool) -> None:
     waiting = board.of("waiting")
     folder = waiting[0].config.out / "slurm"
     path = write_job_array(folder, waiting, seconds=ahead.seconds / ahead.cells, memory=ahead.memory, gpu=gpu)
-    typer.echo(
+    say(
         f"written: {path}\nSubmit it with `sbatch {path}`; when it is done, start this command again to see the results."
     )
 

@@ -1,5 +1,6 @@
 """What a person sees of a run: a bar on a terminal, plain lines elsewhere, and every line in log.txt."""
 
+import logging
 import resource
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+_LOG = logging.getLogger(__name__)
 _SPARSE = 30.0  # seconds between plain lines
 
 
@@ -25,6 +27,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """One line, now."""
+        _LOG.info("%s", text)
         if self._log is not None:
             with (
                 suppress(OSError),
