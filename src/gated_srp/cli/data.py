@@ -1,9 +1,14 @@
 """Commands on cohorts and their tables."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from gated_srp.cli.screen import LOG, console, say
+
+if TYPE_CHECKING:
+    from gated_srp.data.redundancy import Redundancy
 
 
 def splits(
@@ -22,10 +27,10 @@ def splits(
     slides = assign_parts(split, table).value_counts()
     write_split(split, output)
     for note in (*table.notes, *split.notes):
-        typer.echo(note)
+        say(note)
     for part, count in split.counts.items():
-        typer.echo(f"{part:>5}  {count:>6} by {split.unit}  {slides.get(part, 0):>6} slides")
-    typer.echo(f"{output}: {split.source}, hash {split.hash[:12]}")
+        say(f"{part:>5}  {count:>6} by {split.unit}  {slides.get(part, 0):>6} slides")
+    say(f"{output}: {split.source}, hash {split.hash[:12]}")
 
 
 def check(
@@ -38,8 +43,6 @@ def check(
 ) -> None:
     """Say what was found, what is wrong and what to do. Exit status 1 when something must be mended."""
     from json import dumps
-
-    from rich.console import Console
 
     from gated_srp.cli.check_view import show
     from gated_srp.cli.progress import counting
@@ -58,50 +61,84 @@ def check(
         write_whole(json, dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
     if quarantine is not None:
         write_quarantine(found, quarantine)
-    show(found, Console())
+    with console() as page:
+        show(found, page)
     for path in (json, quarantine):
         if path is not None:
-            typer.echo(f"written: {path}")
+            say(f"written: {path}")
     if found.must_fix:
         raise typer.Exit(1)
 
 
 def redundancy(
-    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML, or a folder of feature files.")],
+    cohort: Annotated[
+        Path | None, typer.Argument(help="The cohort's YAML, or a folder of feature files; none with --images.")
+    ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", help="A run's folder, or a model file: measure tokens instead of features.")
     ] = None,
-    layer: Annotated[int, typer.Option("--layer", min=1, help="With --run: after which attention layer.")] = 1,
+    layer: Annotated[
+        int | None, typer.Option("--layer", min=1, help="With --run: after which attention layer; the first.")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option("--images", help="Measure a folder of ordinary photographs instead of slides.")
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option("--encoder", "-e", help="With --images: what turns their patches into features.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", help="With --images: the encoder's weights, without internet.")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option("--size", min=8, help="With --images: pixels of a patch; the encoder's own.")
+    ] = None,
     slides: Annotated[
-        int | None, typer.Option("--slides", min=1, help="At most so many slides, evenly chosen.")
+        int | None, typer.Option("--slides", min=1, help="At most so many slides or photographs, evenly chosen.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random patches.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the figure and the table.")] = Path(
         "redundancy"
     ),
 ) -> None:
-    """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides."""
+    """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides, or on photographs."""
     from gated_srp.cli.progress import counting
-    from gated_srp.cli.redundancy_run import measure_slides
+    from gated_srp.cli.redundancy_run import measure_images, measure_slides, refuse_mixed
+
+    refuse_mixed(
+        {"COHORT": cohort, "--run": run, "--layer": layer},
+        {"--images": images, "--encoder": encoder, "--weights": weights, "--size": size},
+    )
+    if images is not None and encoder is not None:
+        with counting("photographs") as of:
+            found = measure_images(images, encoder, weights=weights, size=size, at_most=slides, seed=seed, progress=of)
+        what, unit = f"patch features of {encoder}", "photograph"
+    else:
+        assert cohort is not None
+        with counting("slides") as of:
+            found = measure_slides(cohort, run, layer=layer or 1, at_most=slides, seed=seed, progress=of)
+        what, unit = "patch features" if run is None else "patch tokens after attention", "slide"
+    _show_redundancy(found, output, what=what, unit=unit)
+
+
+def _show_redundancy(found: "tuple[str, list[Redundancy], list[str]]", output: Path, *, what: str, unit: str) -> None:
+    """Table, figure and the medians in words."""
     from gated_srp.data.redundancy import pooled, quantiles, write_table
     from gated_srp.report.redundancy import draw_redundancy
 
-    with counting("slides") as of:
-        name, measured, left_out = measure_slides(cohort, run, layer=layer, at_most=slides, seed=seed, progress=of)
+    name, measured, left_out = found
     for reason in left_out:
-        typer.secho(f"left out: {reason}", fg="yellow", err=True)
-    everything = pooled(measured)
+        LOG.warning("left out: %s", reason)
+    everything = pooled(measured, name=f"all {unit}s")
     write_table([*everything, *measured], output / "redundancy.csv")
-    title = f"{name}: local redundancy of patch {'features' if run is None else 'tokens after attention'}"
-    paths = draw_redundancy(measured, output / "redundancy", title=title)
+    title = f"{name}: local redundancy of {what}"
+    paths = draw_redundancy(measured, output / "redundancy", title=title, unit=unit)
     for one in everything:
         near, far = quantiles(one.neighbours), quantiles(one.random)
-        typer.echo(
+        say(
             f"{one.rows}: cosine to the neighbours' mean {near['median']:.3f} (half of the patches {near['q25']:.3f} to "
             f"{near['q75']:.3f}), to the mean of as many random patches {far['median']:.3f} ({far['q25']:.3f} to {far['q75']:.3f})"
         )
-    typer.echo(
-        f"{len(everything[0].neighbours):,} patches with neighbours, {len(measured) // len(everything):,} slides"
-    )
+    count = len(measured) // len(everything)
+    say(f"{len(everything[0].neighbours):,} patches with neighbours, {count:,} {unit}{'s' * (count != 1)}")
     for path in (output / "redundancy.csv", *paths):
-        typer.echo(f"written: {path}")
+        say(f"written: {path}")

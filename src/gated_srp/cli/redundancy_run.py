@@ -1,6 +1,6 @@
-"""Slides of a cohort or a folder, each measured for `gated-srp redundancy`."""
+"""Slides of a cohort or a folder, or photographs, each measured for `gated-srp redundancy`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,51 @@ if TYPE_CHECKING:
 Progress = Callable[[int], Callable[[object], None]]
 
 
+def refuse_mixed(of_slides: Mapping[str, object], of_images: Mapping[str, object]) -> None:
+    """Slides or photographs, not both: each has arguments (the first of them needed) that mean nothing to the other."""
+    slides, photographs = ([name for name, value in own.items() if value is not None] for own in (of_slides, of_images))
+    if slides and photographs:
+        raise UserError(
+            f"redundancy: {', '.join(slides)} and {', '.join(photographs)} together: it measures slides (COHORT, with --run "
+            "perhaps) or photographs (--images FOLDER --encoder NAME). Give one of them, and call it twice to compare."
+        )
+    if of_images["--images"] is not None and of_images["--encoder"] is None:
+        raise UserError(
+            "redundancy --images: no encoder was named. Name the one that your slides' features come from, e.g. --encoder "
+            "uni_v2; --encoder efficientnet_lite0 needs no download."
+        )
+    if of_slides["COHORT"] is None and of_images["--images"] is None:
+        given = (slides + photographs or [None])[0]
+        raise UserError(
+            f"redundancy: {'nothing' if given is None else f'{given}, but nothing'} to measure was named. Expected a cohort's YAML "
+            "or a folder of feature files, or --images FOLDER --encoder NAME for photographs."
+        )
+
+
+def measure_images(
+    folder: Path,
+    encoder: str,
+    *,
+    weights: Path | None,
+    size: int | None,
+    at_most: int | None,
+    seed: int,
+    progress: Progress,
+) -> tuple[str, list["Redundancy"], list[str]]:
+    """As `measure_slides`, for photographs."""
+    from gated_srp.cli.slides import encoder_named
+    from gated_srp.report.photographs import find_photographs, measure_photographs
+    from gated_srp.slides.extract import best_device
+
+    files = find_photographs(folder)
+    files = [files[i] for i in _evenly(len(files), at_most)]
+    spec = encoder_named(encoder)
+    model = spec.load(weights).to(best_device())
+    step = progress(len(files))
+    measured, left_out = measure_photographs(files, model, size=size or spec.tile, seed=seed, step=step)
+    return folder.resolve().name, measured, left_out
+
+
 def measure_slides(
     cohort: Path, run: Path | None, *, layer: int, at_most: int | None, seed: int, progress: Progress
 ) -> tuple[str, list["Redundancy"], list[str]]:
@@ -23,8 +68,7 @@ def measure_slides(
     from gated_srp.report.redundancy import attention_tokens
 
     name, files, settings = _files(cohort)
-    if at_most is not None and at_most < len(files):
-        files = [files[i * len(files) // at_most] for i in range(at_most)]
+    files = [files[i] for i in _evenly(len(files), at_most)]
     model = None if run is None else load_model(run / "model.safetensors" if run.is_dir() else run)
     if model is not None and not isinstance(model, SlideTransformer):
         raise UserError(f"{run}: a {type(model).__name__} has no attention layers whose tokens could be measured.")
@@ -49,6 +93,12 @@ def measure_slides(
         first = f" The first: {left_out[0]}" if left_out else ""
         raise UserError(f"{cohort}: no slide can be measured.{first} `gated-srp check` says what is wrong with each.")
     return name, measured, left_out
+
+
+def _evenly(count: int, at_most: int | None) -> list[int]:
+    """Numbers of those that are taken of ``count``."""
+    taken = count if at_most is None else min(at_most, count)
+    return [i * count // taken for i in range(taken)]
 
 
 def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], "Preparation"]:

@@ -59,14 +59,14 @@ def measure(slide: str, rows: Tensor, graph: PatchGraph, *, what: str = "feature
     return Redundancy(slide, what, *redundancy(rows, graph, generator))
 
 
-def pooled(slides: Sequence[Redundancy]) -> list[Redundancy]:
+def pooled(slides: Sequence[Redundancy], *, name: str = POOLED) -> list[Redundancy]:
     """All patches together, once for each kind of rows, in the order these appear."""
     kinds = dict.fromkeys(one.rows for one in slides)
     found = []
     for kind in kinds:
         same = [one for one in slides if one.rows == kind]
-        near, far = (torch.cat([getattr(one, name) for one in same]) for name in ("neighbours", "random"))
-        found.append(Redundancy(POOLED, kind, near, far))
+        near, far = (torch.cat([getattr(one, which) for one in same]) for which in ("neighbours", "random"))
+        found.append(Redundancy(name, kind, near, far))
     return found
 
 

@@ -3,6 +3,7 @@
 Shapes: N patches, S side of a patch, D width of the features.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ _FEWEST = 4  # patches from which on there are neighbours and others to compare 
 
 def find_photographs(folder: Path) -> list[Path]:
     """Image files of a folder and those below it."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder. Expected a folder of photographs ({', '.join(ENDINGS)}).")
     found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS and not p.name.startswith("."))
     if not found:
         raise UserError(f"{folder}: no photographs (endings {', '.join(ENDINGS)}). Point at the folder that has them.")
@@ -51,18 +54,18 @@ def measure_photographs(
 ) -> tuple[list[Redundancy], list[str]]:
     """The redundancy of each photograph's patch features, and why some were left out."""
     measured, left_out = [], []
+    folder = Path(os.path.commonpath([path.parent for path in paths]))  # below it, names are unique
     for path in paths:
         try:
             tiles, corners = cut(path, size)
         except UserError as error:
             left_out.append(str(error))
-            continue
-        finally:
-            step(path)
-        parts = [encode(encoder, tiles[i : i + _BATCH]) for i in range(0, len(tiles), _BATCH)]
-        features = torch.from_numpy(np.concatenate(parts))  # (N, D)
-        graph = PatchGraph.from_coords(torch.from_numpy(corners), stride=size)
-        measured.append(measure(path.name, features, graph, seed=seed))
+        else:
+            parts = [encode(encoder, tiles[i : i + _BATCH]) for i in range(0, len(tiles), _BATCH)]
+            features = torch.from_numpy(np.concatenate(parts))  # (N, D)
+            graph = PatchGraph.from_coords(torch.from_numpy(corners), stride=size)
+            measured.append(measure(path.relative_to(folder).as_posix(), features, graph, seed=seed))
+        step(path)
     if not measured:
         raise UserError(f"no photograph can be measured. The first: {left_out[0]}")
     return measured, left_out

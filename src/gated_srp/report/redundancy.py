@@ -61,15 +61,18 @@ def attention_tokens(model: SlideTransformer, features: Tensor, graph: PatchGrap
     return seen
 
 
-def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str) -> tuple[Path, Path]:
-    """Distribution over all patches (left) and slide by slide (right), to ``stem``.svg and ``stem``.png."""
+def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str, unit: str = "slide") -> tuple[Path, Path]:
+    """Distribution over all patches (left) and slide by slide (right), to ``stem``.svg and ``stem``.png.
+
+    ``unit``: what a slide is called, where these are none.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_pooled(left, slides)
-    _draw_slides(right, slides)
+    _draw_pooled(left, slides, unit)
+    _draw_slides(right, slides, unit)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     paths = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
@@ -86,7 +89,7 @@ def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str) -> 
     return paths
 
 
-def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy]) -> None:
+def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
     everything = pooled(slides)
     low = min(float(min(one.neighbours.min(), one.random.min())) for one in everything)
     edges = torch.linspace(max(-1.0, low - 0.02), 1.0, _BINS + 1).tolist()
@@ -105,13 +108,13 @@ def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy]) -> None:
             axes.axvline(median, color=colour, linestyle=":", linewidth=1.2)
     count = len(everything[0].neighbours)
     number = len({one.slide for one in slides})
-    axes.set_title(f"All patches together ({count:,} patches, {number:,} slides)", fontsize=10)
-    axes.set_xlabel("cosine of a patch to the mean of its neighbours,\nor of as many random patches of its slide")
+    axes.set_title(f"All patches together ({count:,} patches, {number:,} {unit}{'s' * (number != 1)})", fontsize=10)
+    axes.set_xlabel(f"cosine of a patch to the mean of its neighbours,\nor of as many random patches of its {unit}")
     axes.set_ylabel("density of patches")
     _tidy(axes)
 
 
-def _draw_slides(axes: "Axes", slides: Sequence[Redundancy]) -> None:
+def _draw_slides(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
     """Each slide's median with its quartiles, slides ordered by the median of the first kind of rows."""
     from matplotlib.ticker import MaxNLocator
 
@@ -127,8 +130,8 @@ def _draw_slides(axes: "Axes", slides: Sequence[Redundancy]) -> None:
             low, middle, high = ([spread[name] for spread in spreads] for name in ("q25", "median", "q75"))
             axes.vlines(ranks, low, high, colors=colour, alpha=0.45, linewidth=1)
             axes.plot(ranks, middle, marker=marker, color=colour, markersize=size, linestyle="none")
-    axes.set_title("Slide by slide (median and quartiles)", fontsize=10)
-    axes.set_xlabel("slides, ordered by their median")
+    axes.set_title(f"{unit.capitalize()} by {unit} (median and quartiles)", fontsize=10)
+    axes.set_xlabel(f"{unit}s, ordered by their median")
     axes.set_ylabel("cosine")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _tidy(axes)
