@@ -14,6 +14,7 @@ from gated_srp.cli import slides as commands
 from gated_srp.data.formats import read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
+from gated_srp.report import show
 from gated_srp.report.heatmap import Canvas, around_zero, as_beta, by_percentile, by_rank, colour, draw_maps
 from gated_srp.report.on_slide import contact_sheet, overview, placed
 from gated_srp.report.values import VALUES, PatchMap, look, maps_of, patches_of, scores
@@ -300,6 +301,39 @@ def test_scores_of_ones_own_need_no_run(tmp_path, slide_file):
     assert said.exit_code == 0, said.output
     assert (tmp_path / "out" / "s_score.png").is_file()
     assert isinstance(_command(file, "-o", tmp_path / "out").exception, UserError)
+
+
+def test_a_folder_of_features_gives_a_picture_each_and_broken_files_are_left_out(tmp_path, slide_file, caplog):
+    _, file, _ = slide_file
+    run, _ = _run(tmp_path / "run")
+    (file.parent / "t.h5").write_bytes(file.read_bytes())
+    (file.parent / "cut.h5").write_bytes(file.read_bytes()[:99])
+    said = _command(run, file.parent, "-o", tmp_path / "out", "--value", "homogeneity")
+    assert said.exit_code == 0, (said.output, said.exception)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["s_homogeneity.png", "t_homogeneity.png"]
+    assert "left out" in caplog.text and "cut.h5" in caplog.text
+    for arguments, why in (
+        ((run, file.parent, "--wsi", tmp_path / "s.tif"), "one image for the 3 slides"),
+        ((run, tmp_path / "s.tif"), "a slide image, expected its feature file"),
+        ((run,), "no feature files"),
+        ((run, tmp_path / "out"), "no feature files"),
+    ):
+        error = _command(*arguments, "-o", tmp_path / "no").exception
+        assert isinstance(error, UserError)
+        assert why in str(error)
+
+
+def test_a_picture_of_scores_names_the_slide_the_file_and_the_column(tmp_path, slide_file, monkeypatch):
+    _, file, _ = slide_file
+    scored = tmp_path / "s.csv"  # called as the slide is
+    scored.write_text("tumour / stroma\n" + "\n".join(map(str, range(12))))
+    drawn = []
+    monkeypatch.setattr(show, "draw_maps", lambda maps, path, **settings: drawn.append((maps, path, settings)))
+    show.show_slide([], file, show.Request(value=str(scored)), tmp_path / "out")
+    ((maps, path, settings),) = drawn
+    assert settings["title"] == "s: scores of s.csv"
+    assert maps[0][0] == "column tumour / stroma"
+    assert path.name == "s_tumour_stroma.png"
 
 
 def test_features_of_another_encoder_are_refused(tmp_path):

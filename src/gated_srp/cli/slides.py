@@ -1,11 +1,14 @@
 """Commands on slide images: features out of them, and pictures onto them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from gated_srp.cli.screen import LOG, progress_console, say
+from gated_srp.errors import UserError
 
 if TYPE_CHECKING:
     from gated_srp.slides.encoders import Encoder
@@ -44,8 +47,8 @@ def extract(
     from gated_srp.slides.tiles import Tiling
 
     found = find_slides(slides)
-    spec = _encoder(encoder)
-    typer.echo(f"{spec.name}: {spec.width} features a patch. Licence: {spec.licence}.")
+    spec = encoder_named(encoder)
+    say(f"{spec.name}: {spec.width} features a patch. Licence: {spec.licence}.")
     every, each = read_mpp(mpp)
     settings = Extraction(
         encoder=spec,
@@ -67,7 +70,10 @@ def extract(
 def heatmap(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN... FEATURES", help="Runs (folders or model files), then a slide's feature file."),
+        typer.Argument(
+            metavar="RUN... FEATURES",
+            help="Runs (folders or model files), then a slide's feature file or a folder of them, for a picture each.",
+        ),
     ],
     wsi: Annotated[
         Path | None, typer.Option("--wsi", help="The slide image; the one that the feature file names, if it is there.")
@@ -99,9 +105,47 @@ def heatmap(
         exports=tuple(export or ()),
         stride=stride,
     )
-    *runs, file = paths
-    for path in show_slide(runs, file, request, output):
-        typer.echo(f"written: {path}")
+    *runs, where = paths
+    files = _feature_files(where, runs)
+    if len(files) > 1 and wsi is not None:
+        raise UserError(f"--wsi {wsi}: one image for the {len(files)} slides of {where}. Name one feature file.")
+    left_out = 0
+    for file in files:
+        try:
+            written = show_slide(runs, file, request, output)
+        except UserError as error:
+            if len(files) == 1:
+                raise
+            LOG.warning("left out: %s", error)
+            left_out += 1
+        else:
+            for path in written:
+                say(f"written: {path}")
+    if left_out == len(files):
+        raise typer.Exit(1)
+
+
+def _feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:
+    """Of a folder all that come from the first run's encoder, else the file itself; what is neither is told what to do."""
+    from gated_srp.data.siblings import find_bags
+    from gated_srp.slides.reader import ENDINGS
+
+    if where.suffix.lower() in ENDINGS:
+        raise UserError(
+            f"{where}: a slide image, expected its feature file. Make one with `gated-srp extract {where} -o FOLDER --encoder NAME`, or "
+            f"have everything at once: `gated-srp explain RUN {where}`."
+        )
+    if not where.is_dir() or where.suffix == ".zarr":
+        return [where]
+    encoder = _card(runs[0]).get("encoder") if runs else None
+    found = [] if (where / "model.safetensors").is_file() else find_bags(where, encoder=encoder)
+    if not found:
+        of = f" of {encoder}" if encoder else ""
+        raise UserError(
+            f"{where}: no feature files{of} below this folder. Expected RUN... FEATURES: runs, then a slide's feature file (or a "
+            "folder of them) as `gated-srp extract` writes it."
+        )
+    return found
 
 
 def explain(
@@ -121,21 +165,24 @@ def explain(
 
     file, image = slide, None
     if slide.suffix.lower() not in CONTAINERS:
-        spec = _encoder(encoder or _encoder_of(run))
+        spec = encoder_named(encoder or _encoder_of(run))
         tiling = Tiling(size=size or spec.tile, magnification=magnification)
         file, image = _features_of(slide, output / "features", spec, tiling, weights=weights, mpp=mpp), slide
     for path in explain_slide(run, file, output, image=image):
-        typer.echo(f"written: {path}")
+        say(f"written: {path}")
 
 
 def _encoder_of(run: Path) -> str:
-    from gated_srp.errors import UserError
-    from gated_srp.models import load_card
-
-    name = load_card(run / "model.safetensors" if run.is_dir() else run).get("encoder")
+    name = _card(run).get("encoder")
     if name is None:
         raise UserError(f"{run}: its card does not name the encoder of its features. Name it with --encoder.")
     return str(name)
+
+
+def _card(run: Path) -> dict[str, Any]:
+    from gated_srp.models import load_card
+
+    return load_card(run / "model.safetensors" if run.is_dir() else run)
 
 
 def _features_of(
@@ -144,7 +191,6 @@ def _features_of(
     """The slide's feature file, extracted if it is not there."""
     import os
 
-    from gated_srp.errors import UserError
     from gated_srp.slides.extract import Extraction, extract_slides
     from gated_srp.slides.store import Trident
 
@@ -163,7 +209,7 @@ def _features_of(
     return settings.layout.path(settings.job(slide))
 
 
-def _encoder(name: str) -> "Encoder":
+def encoder_named(name: str) -> "Encoder":
     """By any tool's spelling of its name."""
     from gated_srp.data.encoders import canonical
     from gated_srp.slides.encoders import ENCODERS, find_encoder
@@ -173,24 +219,21 @@ def _encoder(name: str) -> "Encoder":
 
 def _summary(outcome: "Outcome", folder: Path) -> None:
     for error in outcome.failed:
-        typer.secho(f"left out: {error}", fg="yellow", err=True)
+        LOG.warning("left out: %s", error)
     for slide in outcome.empty:
-        typer.secho(
-            f"no tissue: {slide}: its file has no patches. Look at its preview; lower --tissue if wrong.", err=True
-        )
+        LOG.warning("no tissue: %s: its file has no patches. Look at its preview; lower --tissue if wrong.", slide)
     parts = {"extracted": outcome.done, "there already": outcome.there, "without tissue": outcome.empty}
     said = [f"{len(slides)} {name}" for name, slides in parts.items() if slides]
     said += [f"{len(outcome.failed)} left out"] if outcome.failed else []
-    typer.echo(f"{folder}: {', '.join(said)}")
+    say(f"{folder}: {', '.join(said)}")
 
 
 @contextmanager
 def _watching(slides: int) -> Iterator["Watch"]:
     """Bars in a terminal, a line a slide elsewhere; on the error stream."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = progress_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         everything, current = bar.add_task("slides", total=slides), bar.add_task("patches", total=None)
@@ -204,6 +247,6 @@ def _watching(slides: int) -> Iterator["Watch"]:
 
             def finished(self, path: Path, how: str) -> None:
                 bar.advance(everything)
-                console.print(f"{path.name}: {how}", markup=False, highlight=False)
+                console.print(f"{path.name}: {how}", markup=False)
 
         yield Bars()

@@ -1,5 +1,6 @@
 """One slide shown: maps of one run or several side by side, a contact sheet, files for other programs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from gated_srp.errors import UserError
 from gated_srp.report.geojson import WRITERS
 from gated_srp.report.heatmap import draw_maps
 from gated_srp.report.on_slide import find_image, overview, write_contact_sheet
-from gated_srp.report.values import Patches, PatchMap, View, all_values, look, maps_of, patches_of, scores
+from gated_srp.report.values import VALUES, Patches, PatchMap, View, all_values, look, maps_of, patches_of, scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,13 @@ def show_views(views: Sequence[View], file: Path, request: Request, out: Path) -
         scale = here.side / shown[0].patches.side  # 1, unless the file has microns
         shown = [replace(s, patches=_scaled(s.patches, scale)) for s in shown]
     name = slide_stem(file)
-    stem = f"{name}_{shown[0].one.name if len(shown) == 1 else Path(request.value).stem}"
+    kind = shown[0].one.name if len(shown) == 1 else Path(request.value).stem
+    stem = f"{name}_" + re.sub(r"[^\w.-]+", "_", kind)  # somebody's column may have any name
     written = [out / f"{stem}.png"]
     draw_maps(
         [(s.heading, s.patches, s.one) for s in shown],
         written[0],
-        title=f"{name}: {Path(request.value).stem}",
+        title=f"{name}: " + (request.value if request.value in VALUES else f"scores of {Path(request.value).name}"),
         slide=slide,
         percentile=request.percentile,
     )
@@ -89,7 +91,7 @@ def _of_scores(file: Path, request: Request) -> _Shown:
         raise UserError(f"--value {request.value}: shows a model, but no run was named. Expected RUN... FEATURES.")
     patches = patches_of(read_header(file, stride=request.stride))
     one = scores(Path(request.value), patches)
-    return _Shown(one.title, patches, one, {one.name: one.values})
+    return _Shown(f"column {one.name}", patches, one, {one.name: one.values})
 
 
 def _scaled(patches: Patches, scale: float) -> Patches:
