@@ -1,5 +1,10 @@
 """Encoders by name, from files, from the hub's classes in small, and from a plug-in."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from images import mean_colour
@@ -10,6 +15,8 @@ from gated_srp.data.encoders import known_widths
 from gated_srp.errors import UserError
 from gated_srp.slides import hub
 from gated_srp.slides.encoders import ENCODERS, Encoder, find_encoder
+
+HERE = Path(__file__).resolve().parent
 
 
 def test_tile_sizes_are_the_papers_and_widths_those_of_the_alias_table():
@@ -132,31 +139,24 @@ def test_encoders_of_transformers_load_from_a_folder_and_give_the_token_they_sho
         build(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["uni_v1", "uni_v2", "gigapath", "virchow2"])
-def test_encoders_of_timm_are_built_and_pooled_in_small(tmp_path, monkeypatch, name):
-    timm = pytest.importorskip("timm", reason="timm is not installed (it brings torchvision)")
-    create, made = timm.create_model, []
+def _timm() -> str:
+    """Where timm was put apart from the tests' environment: see tests/foreign/test_timm.py."""
+    made = HERE.parents[1] / ".venv" / "timm"
+    found = os.environ.get("GATED_SRP_TIMM") or (str(made) if (made / "timm").is_dir() else None)
+    return found or pytest.skip("timm is not installed; `make test` puts it into .venv/timm")
 
-    def small(architecture, **settings):
-        settings |= {"embed_dim": 32, "depth": 1, "num_heads": 2, "img_size": 28 if "patch14" in architecture else 32}
-        settings["img_size"] = 2 * settings.get("patch_size", 16 if "patch16" in architecture else 14)
-        made.append(create(architecture, **settings))
-        torch.save(made[-1].state_dict(), tmp_path / "w.bin")
-        return made[-1]
 
-    monkeypatch.setattr(timm, "create_model", small)
-    small_model = getattr(hub, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(hub, "download", lambda repository: tmp_path / "w.bin")
-        model = small_model(None).eval()
-    side = made[0].patch_embed.img_size[0]
-    with torch.no_grad():
-        features = model(torch.randn(2, 3, side, side))
-    assert features.shape == (2, 64 if name == "virchow2" else 32)
-    if name == "virchow2":
-        with torch.no_grad():
-            tokens = made[0].forward_features(images := torch.randn(2, 3, side, side))
-            assert torch.allclose(model(images)[:, 32:], tokens[:, -4:].mean(1), atol=1e-6)
+def test_encoders_of_timm_have_the_published_size_and_give_the_token_they_should(tmp_path):
+    command = [sys.executable, "-W", "error", str(HERE / "timm_encoders.py"), _timm()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "all checks passed" in done.stdout
+
+
+def test_without_timm_its_encoders_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match="pip install 'timm'"):
+        find_encoder("uni_v1").load()
 
 
 def test_without_access_the_message_says_how_to_get_it(monkeypatch):
