@@ -1,11 +1,15 @@
 """The benchmark measures what it says; its figures are plain ratios. Nothing here asserts a time."""
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from gated_srp import bench
 from gated_srp.bench.figures import predict_operations
 from gated_srp.bench.measure import Row
+from gated_srp.cli import app
 
 
 def test_both_subjects_compute_the_same_logits():
@@ -91,3 +95,42 @@ def test_an_epoch_of_ours_and_of_the_textbook_is_timed():
 
     (epoch,) = measure_training(bags=20, patches=40, width=16, dtypes=["float32"])
     assert epoch.dtype == "float32" and min(epoch.loop, epoch.bare, epoch.textbook) > 0
+
+
+def test_time_a_patch_is_compared_over_growing_slides_and_the_long_slide_in_gigabytes():
+    rows = bench.growth((36, 100))
+    assert [(r.tokens, r.phase) for r in rows] == [(36, "growth"), (100, "growth")]
+    rows = [
+        Row(100, "growth", "gated_srp", "float32", seconds=1.0),
+        Row(1600, "growth", "gated_srp", "float32", seconds=20.0),
+        Row(9000, "stream", "gated_srp", "float16", seconds=9.0, peak_mb=2048.0),
+        Row(512, "train", "textbook", "float32", seconds=3.0),
+        Row(512, "train", "gated_srp", "float32", seconds=2.0),
+    ]
+    grown, stream, biopsy = bench.full_figures(rows)
+    assert (grown.tokens, grown.value, grown.holds) == (1600, 1.25, False)
+    assert (stream.value, stream.holds) == (2.0, True)
+    assert (biopsy.value, biopsy.holds) == (1.5, True)
+
+
+def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, monkeypatch):
+    def timed(tokens, repeats):
+        arms = [("textbook", "float32"), *((a, d) for a in ("gated_srp", "na") for d in ("float32", "bfloat16"))]
+        rows = [Row(tokens, p, a, d, seconds=1.0) for p in ("prepare", "predict", "train") for a, d in arms]
+        return [*rows, Row(tokens, "multiply", "machine", "float32", seconds=1.0)]
+
+    def weighed(tokens):
+        arms = ("textbook", "gated_srp", "na")
+        return [Row(tokens, p, a, "float32", 1.0, 10.0) for p in ("predict", "train") for a in arms]
+
+    monkeypatch.setattr(bench, "time_arms", timed)
+    monkeypatch.setattr(bench, "memory_arms", weighed)
+    monkeypatch.setattr(bench, "growth", lambda sizes: [Row(n, "growth", "gated_srp", "float32", 1.0) for n in sizes])
+    monkeypatch.setattr(bench, "peak", lambda *a: Row(*a, seconds=1.0, peak_mb=1024.0))
+    done = CliRunner().invoke(app, ["bench", "--full", "--json", str(tmp_path / "rows.json")])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["tokens"] for row in rows} == {512, 2_048, 10_000, 49_152, 160_000, 1_000_000}
+    assert {row["phase"] for row in rows} == {"prepare", "predict", "train", "multiply", "growth", "stream"}
+    for promise in ("prepare, textbook / ours", "share of the multiply rate", "against 10,000 patches", "GB"):
+        assert promise in done.output

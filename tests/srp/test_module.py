@@ -200,3 +200,18 @@ def test_wrong_shapes_are_refused_with_what_to_do():
         module(y, v[..., :2], graph)
     with pytest.raises(UserError, match=r"graph has 12 rows, y has 1 x 13.*with_isolated"):
         module(F.pad(y, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), graph)
+
+
+def test_rows_in_several_chunks_give_what_one_pass_gives_in_value_and_gradient():
+    graph = PatchGraph.from_grid(33, 40).with_isolated(before=1)  # 1,321 rows: two chunks
+    layer, module = nn.Linear(6, 5).double(), trained(GatedSRP(2)).double()
+    y, v = (torch.randn(1, 2, 1321, 3, dtype=torch.float64) for _ in range(2))
+    y.requires_grad_()
+    inputs = [y, *module.parameters(), *layer.parameters()]
+    plain = layer(module(y, v, graph).transpose(1, 2).flatten(2))
+    fast = module.linear(y, v, graph, layer)
+    torch.testing.assert_close(fast, plain)
+    upstream = torch.randn_like(plain)
+    ours = torch.autograd.grad(fast, inputs, upstream)
+    for a, b in zip(ours, torch.autograd.grad(plain, inputs, upstream), strict=True):
+        torch.testing.assert_close(a, b)
