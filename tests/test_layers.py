@@ -12,6 +12,7 @@ LAYERS = {
     "errors": 0,
     "files": 0,
     "machine": 0,
+    "streams": 0,
     "srp": 1,
     "models": 2,
     "foreign": 2,

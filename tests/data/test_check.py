@@ -130,10 +130,10 @@ def test_workers_give_the_same_facts_in_the_same_order(tmp_path):
 
 
 def test_a_bug_in_reading_is_a_finding_of_one_file(tmp_path, monkeypatch):
-    def broken(path, **keys):
+    def broken(path, settings):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("gated_srp.data.survey.read_header", broken)
+    monkeypatch.setattr("gated_srp.data.survey.open_header", broken)
     facts = look_at(tmp_path / "s.h5", Preparation())
     assert (facts.kind, "RuntimeError: no such luck" in facts.message) == ("unreadable", True)
 

@@ -13,7 +13,7 @@ from gated_srp.errors import UserError
 from gated_srp.report.reproduction import reproduction_grid, write_reproduction
 from gated_srp.study.judge import beside_published, judge
 from gated_srp.study.matrix import distinct
-from gated_srp.study.reproduce import Sources, plan_study, read_studies, studies_folder, study_names
+from gated_srp.study.reproduce import Sources, paper_settings, plan_study, read_studies, studies_folder, study_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"
 TABLES = [
@@ -89,13 +89,43 @@ def test_an_encoder_and_a_window_are_settings_with_the_papers_gates(tmp_path):
     assert [(c.row, c.config.window) for c in cells] == [("3x3", 3), ("5x5", 5), ("7x7", 7)]
 
 
-def test_dense_attention_has_its_own_gate_and_adp_is_no_slide_model(tmp_path):
+def test_dense_attention_has_its_own_gate_and_adp_its_image_model(tmp_path):
     _, cells, notes = planned("architecture", tmp_path, seeds=[42])
-    assert [(c.arm, c.config.gate(c.arm).delta, c.config.gate(c.arm).hidden_dim) for c in cells][1:] == [
-        ("vit4_gated_srp", 2.0, 32),
-        ("vit4_gated_srp", 1.0, 64),
+    assert [(c.cohort, c.arm, c.config.gate(c.arm).delta, c.config.gate(c.arm).hidden_dim) for c in cells] == [
+        ("ADP", "vit_s16", 0.5, 128),
+        ("ADP", "vit_s16_gated_srp", 0.5, 128),
+        ("ADP", "vit_s16_gated_srp", 1.0, 64),
+        ("PANDA", "vit4", 2.0, 32),
+        ("PANDA", "vit4_gated_srp", 2.0, 32),
+        ("PANDA", "vit4_gated_srp", 1.0, 64),
     ]
-    assert notes[0].startswith("ADP: skipped")
+    assert notes == ()
+    adp, train = cells[0].config, cells[0].config.train
+    assert (adp.encoder, adp.model.depth, adp.sizes("vit_s16")["num_patches"]) == (None, 12, 289)
+    assert (train.epochs, train.batch_size, train.accumulation, train.lr, train.weight_decay) == (
+        20,
+        256,
+        1,
+        5e-4,
+        0.05,
+    )
+    assert "batch 256, images of 272 pixels, patches of 16" in paper_settings(cells[0], lambda arm: False)
+
+
+def test_adps_images_are_looked_for_where_features_are(tmp_path):
+    (tmp_path / "adp").mkdir()
+    config = sources(tmp_path, **{"": tmp_path}).config("ADP")
+    assert config.images.folder == tmp_path / "adp" and config.features == ()
+
+
+def test_adps_published_numbers_stand_beside_its_rows(tmp_path):
+    study = read_studies("architecture", FOLDER)[0]
+    table = beside_published(study, pd.DataFrame(columns=["cohort", "arm", "seed", "metric", "value"]))
+    adp = table[(table["cohort"] == "ADP") & table["published"].notna()]
+    assert adp.groupby("row")["published"].apply(list).to_dict() == {
+        "MHSA": [0.7768, 0.6997, 0.9360, 0.9424],
+        "Gated SRP": [0.7813, 0.7031, 0.9372, 0.9439],
+    }
 
 
 def test_studies_share_cells(tmp_path):

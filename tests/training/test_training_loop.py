@@ -149,7 +149,7 @@ def test_a_loss_that_is_not_a_number_names_the_slide_and_leaves_the_weights(make
     current = []
     training.task = Broken()
     epoch = training.loader.epoch
-    training.loader.epoch = lambda order: (current.append(bag.slide) or bag for bag in epoch(order))
+    training.loader.epoch = lambda *asked: (current.append(bag.slide) or bag for bag in epoch(*asked))
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
     with pytest.raises(UserError, match=f"the loss is not a finite number in epoch 1, slide '{name}'"):
         train_epoch(training, rows, Nobody())
@@ -160,13 +160,13 @@ def test_a_loss_that_is_not_a_number_names_the_slide_and_leaves_the_weights(make
 def test_running_out_of_memory_names_slide_patches_and_cures(make):
     training, material = make()
     bag = material.bags[0]
-    with pytest.raises(UserError) as caught, blaming(bag, training.settings):
+    with pytest.raises(UserError) as caught, blaming([bag], training.settings):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     message = str(caught.value)
     assert f"{bag.slide!r} with {len(bag.features)} patches" in message
     for cure in ("train.checkpointing: true", "train.precision: bf16", "a cap of"):
         assert cure in message
-    with pytest.raises(RuntimeError, match="some bug"), blaming(bag, training.settings):
+    with pytest.raises(RuntimeError, match="some bug"), blaming([bag], training.settings):
         raise RuntimeError("some bug")
 
 

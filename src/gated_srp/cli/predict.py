@@ -15,7 +15,9 @@ _FORCE = "Go on with another stride, or an encoder's name that we do not know, t
 
 def predict(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or model files; several are averaged.")],
-    features: Annotated[Path, typer.Argument(help="A folder of feature files, or one of them.")],
+    features: Annotated[
+        Path, typer.Argument(help="A folder of feature files (of images, for a model of images), or one of them.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the table.")] = Path("predictions.csv"),
     features_key: Annotated[str | None, typer.Option(help="Name of the feature array, where it is unusual.")] = None,
     coords_key: Annotated[str | None, typer.Option(help="Name of the position array, where it is unusual.")] = None,
@@ -27,12 +29,12 @@ def predict(
     from gated_srp.cli.progress import counting
     from gated_srp.data.preparation import Preparation
     from gated_srp.training.members import open_members
-    from gated_srp.training.predict import feature_files, predict_files
+    from gated_srp.training.predict import files_for, predict_files
 
     _prepare_folder(output.parent, output)
     member = open_members(runs)[0]
-    files = feature_files(features, member.encoder)
-    typer.echo(f"model: {member}\n{len(files)} feature files in {features}", err=True)
+    files = files_for(member, features)
+    typer.echo(f"model: {member}\n{len(files)} files in {features}", err=True)
     reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
     with counting("slides") as of:
         found = predict_files(runs, files, reading=reading, force=force, workers=workers, progress=of)

@@ -29,7 +29,7 @@ def train(
     overrides = _changes(change or []) | ({"out": str(out)} if out else {})
     config = load_config(cohort, overrides)
     if arm is None:
-        arm = "gated_srp" if "gated_srp" in config.arms else config.arms[0]
+        arm = config.main_arm
     try:
         train_run(
             config, arm=arm, seed=config.seeds[0] if seed is None else seed, fold=fold, init=init, devices=devices

@@ -100,7 +100,8 @@ def reproduce(
         str, typer.Argument(help="A table or figure of the paper, e.g. survival; `all`; --list shows them.")
     ] = "",
     features: Annotated[
-        list[str] | None, typer.Option("--features", help="Folder of feature files, or COHORT=FOLDER; may be repeated.")
+        list[str] | None,
+        typer.Option("--features", help="Folder of feature files (ADP: of images), or COHORT=FOLDER; repeatable."),
     ] = None,
     labels: Annotated[
         list[str] | None, typer.Option("--labels", help="Folder of the public label files, or COHORT=PATH.")

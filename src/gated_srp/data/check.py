@@ -251,7 +251,7 @@ def _about_cost(
     if not slides:
         return {}
     model = config.model
-    trunks = [Trunk(width, model.dim, model.depth, dense=arm.startswith("vit4")) for arm in config.arms]
+    trunks = [Trunk(width, model.dim, model.depth, dense=arm.startswith("vit")) for arm in config.arms]
     seconds = [run_seconds(trunk, slides, epochs=config.train.epochs, rate=machine.rate) for trunk in trunks]
     repeats = max(1, len(splits))
     return {

@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from gated_srp.data.configschema import CohortConfig
+from gated_srp.data.images import find_images
 from gated_srp.data.imported_splits import import_split
 from gated_srp.data.matching import Matches, match_slides
 from gated_srp.data.siblings import find_bags
@@ -68,13 +69,18 @@ def open_cohort(config: CohortConfig, files: Iterable[Path] | None = None) -> Co
     if not matches.found:
         example = f"the first slide is {table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
         raise UserError(
-            f"none of {len(table.frame)} slides has a file of its name: {example}. Check `slide` and `features`."
+            f"none of {len(table.frame)} slides has a file of its name: {example}. Check `slide` and "
+            f"`{'images' if config.images else 'features'}`."
         )
     return CohortData(config, table, matches)
 
 
 def find_files(config: CohortConfig) -> list[Path]:
-    """All feature files of the cohort's folders."""
+    """All feature files of the cohort's folders, or its images."""
+    if config.images is not None:
+        if config.images.folder is None:
+            raise UserError(f"{config.name}: `images` is not set. Name the folder of the images.")
+        return find_images(config.images.folder)
     if not config.features:
         raise UserError(f"{config.name}: `features` is not set. Name the folder of the feature files.")
     found = [path for folder in config.features for path in find_bags(folder, encoder=config.encoder)]

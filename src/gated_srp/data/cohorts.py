@@ -67,6 +67,7 @@ class Cohort:
     patients: str
     gates: dict[str, Gate]  # by encoder, on the Nystrom trunk
     vit4: Gate | None = None  # with UNI-v2 on the dense trunk
+    images: bool = False  # of images, not of slides
     seeds: tuple[int, ...] = SEEDS
     note: str = ""
 
@@ -92,7 +93,7 @@ class Cohort:
         >>> COHORTS["BRACS"].gate("vit_b16")
         Gate(delta=2.0, hidden_dim=128, note='')
         """
-        if self.task == "multilabel":  # images, not features: one setting
+        if self.images:  # one trunk, no encoder
             return self.gates["vit_s16"]
         if trunk == "vit4" and self.vit4 is not None:
             base, told = self.vit4, encoder == "uni_v2"
@@ -281,6 +282,7 @@ _ALL = (
         cap=None,
         patients="none: patches, by the release's own row files",
         gates={"vit_s16": Gate(0.5, 128)},
+        images=True,
         note="ADP: 38 of the 43 labels; N.G.A, N.G.E, N.G.O, N.G.R and N.G.T have no positive in the table",
     ),
 )

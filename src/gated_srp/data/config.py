@@ -17,21 +17,25 @@ from pydantic import BaseModel, ValidationError
 from gated_srp.data.cohorts import Recipe, find_cohort
 from gated_srp.data.columns import Columns, Task, resolve_columns
 from gated_srp.data.configfile import Settings, read_settings
-from gated_srp.data.configschema import CacheConfig, CohortConfig, FoldsConfig, ModelConfig, TrainConfig
+from gated_srp.data.configschema import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
 from gated_srp.data.encoders import canonical
 from gated_srp.data.tablefile import read_frame
 from gated_srp.errors import UserError
 
-__all__ = ["CacheConfig", "CohortConfig", "FoldsConfig", "ModelConfig", "TrainConfig", "load_config"]
+__all__ = ["CacheConfig", "CohortConfig", "FoldsConfig", "ImagesConfig", "ModelConfig", "TrainConfig", "load_config"]
 
 _RECIPES: dict[Task, Recipe] = {
     "classification": Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16),
     "survival": Recipe(epochs=20, lr=1e-4, weight_decay=1e-5, accumulation=1),
-    "multilabel": Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16),  # of slides; ADP's own is for images
+    "multilabel": Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16),
 }
+# Of images, whatever the task: ADP's recipe, twelve blocks, and the arms that learn positions.
+_IMAGE_RECIPE = find_cohort("ADP").recipe
+_IMAGE_MODEL = {"depth": 12}
+_IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")
 _METRICS: dict[Task, str] = {"classification": "macro_f1", "survival": "c_index", "multilabel": "macro_map"}
-_PATHS = ("labels", "features", "table", "slides", "split", "cache", "out")
-_SHORT = {"cache": "folder", "folds": "number"}  # sections that may be written as one value
+_PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
+_SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
 _UNEXPANDED = re.compile(r"^~|\$[A-Za-z_{]")
 
 
@@ -55,8 +59,8 @@ def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     """A path setting made absolute; other values as they are."""
     if key not in _PATHS:
         return value
-    if key == "cache" and isinstance(value, dict) and "folder" in value:
-        return value | {"folder": _placed("cache", value["folder"], home, settings)}
+    if key in ("cache", "images") and isinstance(value, dict) and "folder" in value:
+        return value | {"folder": _placed(key, value["folder"], home, settings)}
     if isinstance(value, list):
         return [_placed(key, item, home, settings) for item in value]
     if not isinstance(value, str | Path):
@@ -96,6 +100,8 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         told: dict[str, Any] = {"name": preset.name, "metric": preset.metric, "score": preset.score, "cap": preset.cap}
         values |= {key: value for key, value in told.items() if key not in values}
         values.setdefault("seeds", preset.seeds)
+        if preset.images and not values.get("features"):
+            values.setdefault("images", {})
         if values.get("task") in (None, preset.task):
             values |= {"task": preset.task, "classes": values.get("classes") or preset.classes or None}
     values["task"] = task = values.get("task") or _task_of(values)
@@ -106,11 +112,15 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     values.setdefault("score", "case" if known == "survival" else "slide")
     section = values.get("train") or {}
     if isinstance(section, dict):
-        recipe = preset.recipe if preset and preset.task == known else _RECIPES[known]
-        values["train"] = asdict(recipe) | section
+        own = _IMAGE_RECIPE if values.get("images") is not None else _RECIPES[known]
+        values["train"] = asdict(preset.recipe if preset and preset.task == known else own) | section
     for key in ("model", "cache"):
         if values.get(key, {}) is None:
             del values[key]
+    if values.get("images") is not None:
+        values.setdefault("arms", _IMAGE_ARMS)
+        section = values.get("model", {})
+        values["model"] = _IMAGE_MODEL | section if isinstance(section, dict) else section
 
 
 def _task_of(values: dict[str, Any]) -> Any:
@@ -146,6 +156,7 @@ def _unknown(keys: tuple[str, ...], settings: Settings) -> str:
         "train": TrainConfig,
         "folds": FoldsConfig,
         "cache": CacheConfig,
+        "images": ImagesConfig,
     }
     schema = sections.get(keys[0], CohortConfig) if len(keys) > 1 else CohortConfig
     near = difflib.get_close_matches(keys[-1].lower(), schema.model_fields, n=1, cutoff=0.5)

@@ -73,6 +73,14 @@ class CacheConfig(_Section):
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
 
+class ImagesConfig(_Section):
+    """``images: DIR`` instead of ``features``, or ``images: {folder: DIR, size: 272, patch: 16}``: sides in pixels."""
+
+    folder: Path | None = None
+    size: int = Field(default=272, ge=1)
+    patch: int = Field(default=16, ge=1)
+
+
 class CohortConfig(_Section):
     """All settings of one cohort, complete and checked. Made by `load_config`."""
 
@@ -80,6 +88,7 @@ class CohortConfig(_Section):
     cohort: str | None = None
     labels: Path | None = None
     features: Annotated[tuple[Path, ...], BeforeValidator(_tupled)] = ()
+    images: Annotated[ImagesConfig | None, _section("folder")] = None
     encoder: str | None = None
     table: Path | None = None
     slides: Path | None = None
@@ -126,10 +135,30 @@ class CohortConfig(_Section):
             raise ValueError("slides is joined to a patient table; name that with table")
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
+        if self.images:
+            self._check_images()
         for key in ("arms", "seeds"):
             if len(set(getattr(self, key))) < max(1, len(getattr(self, key))):
                 raise ValueError(f"{key} must name at least one, each once")
         return self
+
+    def _check_images(self) -> None:
+        assert self.images is not None
+        of_features = ("features", "encoder", "stride", "coords_key", "features_key", "cap")
+        if set_too := [key for key in of_features if getattr(self, key)] + (["cache"] if self.cache.folder else []):
+            raise ValueError(
+                f"images and {set_too[0]} are both set; {set_too[0]} is for feature files, keep one of them"
+            )
+        if self.images.size % self.images.patch or self.images.size < 2 * self.images.patch:
+            size, patch = self.images.size, self.images.patch
+            raise ValueError(
+                f"images.size is {size}, expected a multiple of images.patch, which is {patch}, and twice it at least"
+            )
+
+    @property
+    def main_arm(self) -> str:
+        """What is trained unless another arm is named: the first Gated SRP among the arms, else the first of them."""
+        return next((arm for arm in self.arms if arm.endswith("gated_srp")), self.arms[0])
 
     @property
     def preset(self) -> Cohort | None:
@@ -156,11 +185,14 @@ class CohortConfig(_Section):
 
     def sizes(self, arm: str = "gated_srp") -> dict[str, Any]:
         """Keyword arguments of ``build_model`` for an arm, nothing left open."""
+        patches = {"num_patches": (self.images.size // self.images.patch) ** 2} if self.images else {}
+        return self._model(arm) | patches
+
+    def _model(self, arm: str) -> dict[str, Any]:
         gate = self.gate(arm)
         return self.model.model_dump() | {"delta": gate.delta, "hidden_dim": gate.hidden_dim}
 
     def resolved(self, arm: str | None = None) -> dict[str, Any]:
         """Everything as plain values for a YAML file, paths absolute; with ``arm`` the settings of that arm alone."""
         plain = self.model_dump(mode="json")
-        chosen = arm or ("gated_srp" if "gated_srp" in self.arms else self.arms[0])
-        return plain | {"model": self.sizes(chosen)} | ({"arms": [arm]} if arm else {})
+        return plain | {"model": self._model(arm or self.main_arm)} | ({"arms": [arm]} if arm else {})

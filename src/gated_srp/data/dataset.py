@@ -24,9 +24,12 @@ from gated_srp.data.cache import BagCache
 from gated_srp.data.configschema import CohortConfig
 from gated_srp.data.preparation import Preparation, PreparedBag, prepare
 from gated_srp.errors import UserError
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.streams import stream
 
 _SHARED = Path("/dev/shm")  # where the bags of worker processes pass through on Linux
 _ROOM = 2**31  # bytes of it that let a few large bags pass
+Variation = tuple[int, int]  # seed and epoch of a training
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,6 +40,13 @@ class SlideBag(PreparedBag):
     slide: str
     case: str
     target: Tensor | None
+
+
+def together(bags: Sequence[SlideBag]) -> tuple[Tensor, PatchGraph]:
+    """Features (B, N, C) and one graph of bags of equal length; a single bag is not copied."""
+    if len(bags) == 1:
+        return bags[0].features[None], bags[0].graph
+    return torch.stack([bag.features for bag in bags]), PatchGraph.batch([bag.graph for bag in bags])
 
 
 class SlideDataset(Dataset[SlideBag]):
@@ -71,9 +81,19 @@ class SlideDataset(Dataset[SlideBag]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> SlideBag:
+        return self._bag(index)
+
+    def varied(self, index: int, variation: Variation) -> SlideBag:
+        """As an epoch of training sees it: an image is augmented by a stream of its own, a slide stays as it is."""
+        if self.settings.images is None:
+            return self[index]
+        seed, epoch = variation
+        return self._bag(index, stream(seed, f"augment/{epoch}/{self.slides['slide'][index]}"))
+
+    def _bag(self, index: int, draws: torch.Generator | None = None) -> SlideBag:
         file = self.files[index]
         try:
-            bag = self.cache.read(file, self.settings) if self.cache else prepare(file, self.settings)
+            bag = self.cache.read(file, self.settings) if self.cache else prepare(file, self.settings, draws)
         except UserError as error:
             raise self._named(index, error) from None
         slide, case = self.slides.iloc[index]
@@ -130,9 +150,9 @@ class BagLoader:
     ) -> None:
         self.close()
 
-    def epoch(self, order: Sequence[int]) -> Iterator[SlideBag]:
-        """The bags of these rows, in this order."""
-        self._order.indices = [int(index) for index in order]
+    def epoch(self, order: Sequence[int], variation: Variation | None = None) -> Iterator[SlideBag]:
+        """The bags of these rows, in this order; with a ``variation`` as that epoch of a training sees them."""
+        self._order.indices = [(int(index), variation) for index in order]
         for found in self._loader:
             if isinstance(found, UserError):
                 raise found
@@ -159,10 +179,11 @@ class _Work(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, asked: tuple[int, Variation | None]) -> Any:
+        index, variation = asked
         cache = self.dataset.cache
         try:
-            bag = self.dataset[index]
+            bag = self.dataset[index] if variation is None else self.dataset.varied(index, variation)
             kept = (
                 self.hand_over and cache is not None and cache.touch(self.dataset.files[index], self.dataset.settings)
             )
@@ -171,11 +192,11 @@ class _Work(Dataset[Any]):
             return error
 
 
-class _Order(Sampler[int]):
+class _Order(Sampler[tuple[int, Variation | None]]):
     def __init__(self) -> None:
-        self.indices: list[int] = []
+        self.indices: list[tuple[int, Variation | None]] = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[tuple[int, Variation | None]]:
         return iter(self.indices)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A feature file made ready for a model: rows chosen and ordered, features rounded, neighbours listed.
+"""A feature file, or an image, made ready for a model: rows chosen and ordered, features rounded, neighbours listed.
 
 Shapes: N patches of the file, L patches kept, C channels.
 """
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.data.bag import Bag, Unit
+from gated_srp.data.bag import Bag, BagHeader, Unit
 from gated_srp.data.configschema import CohortConfig
-from gated_srp.data.formats import read_bag
+from gated_srp.data.formats import read_bag, read_header
+from gated_srp.data.images import ImageGrid, image_header, read_image
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
 
@@ -23,7 +24,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Every setting that changes what a model sees of a file. ``dtype`` None: features stay as they are stored."""
+    """Every setting that changes what a model sees of a file.
+
+    ``dtype`` None: features stay as they are stored. ``images``: files are images, cut like this; None: files of features.
+    """
 
     encoder: str | None = None
     features_key: str | None = None
@@ -34,12 +38,16 @@ class Preparation:
     order: Literal["file", "raster"] = "file"
     cap: int | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    images: ImageGrid | None = None
 
     @classmethod
     def of(cls, config: CohortConfig) -> Self:
         """The settings of a cohort."""
         same = ("window", "lattice", "order", "cap")
-        return cls(**config.reading, **{key: getattr(config, key) for key in same}, dtype=config.cache.dtype)
+        images = None if config.images is None else ImageGrid(config.images.size, config.images.patch)
+        return cls(
+            **config.reading, **{key: getattr(config, key) for key in same}, dtype=config.cache.dtype, images=images
+        )
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -63,9 +71,23 @@ class PreparedBag:
     warnings: tuple[str, ...] = ()
 
 
-def prepare(path: str | Path, settings: Preparation) -> PreparedBag:
-    """Read, choose and order rows, round the features, list the neighbours."""
-    bag = read_bag(path, **settings.reading)
+def open_header(path: str | Path, settings: Preparation) -> BagHeader:
+    """What a file of features, or an image, says of itself."""
+    if settings.images is not None:
+        return image_header(path, settings.images)
+    return read_header(path, **settings.reading)
+
+
+def open_bag(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> Bag:
+    """The same with its features; ``draws`` vary an image at random, and mean nothing to stored features."""
+    if settings.images is not None:
+        return read_image(path, settings.images, draws)
+    return read_bag(path, **settings.reading)
+
+
+def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> PreparedBag:
+    """Read, choose and order rows, round the features, list the neighbours; ``draws`` as in `open_bag`."""
+    bag = open_bag(path, settings, draws)
     rows = kept_rows(bag.coords, settings)
     features = _rounded(bag, rows, settings)  # (L, C)
     try:

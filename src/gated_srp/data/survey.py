@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import Bag, BagError
-from gated_srp.data.formats import read_bag, read_header
-from gated_srp.data.preparation import Preparation, capped_rows
+from gated_srp.data.preparation import Preparation, capped_rows, open_bag, open_header
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
 
@@ -125,7 +124,7 @@ def look_at(path: Path, settings: Preparation, *, deep: bool = False) -> FileFac
 
 
 def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
-    header = read_bag(path, **settings.reading) if deep else read_header(path, **settings.reading)
+    header = open_bag(path, settings) if deep else open_header(path, settings)
     coords, stride = header.coords, header.stride
     kind, message, whole, capped = None, "", None, None
     try:

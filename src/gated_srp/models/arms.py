@@ -1,10 +1,10 @@
 """One name an arm: a plain table of how each compared model is put together, and `build_model`."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Pe
 from gated_srp.models.position import PPEG
 from gated_srp.models.slide import SlideModel, SlideTransformer, initialise
 from gated_srp.models.transmil import TransMIL
+from gated_srp.models.vit import ImageTransformer
 from gated_srp.srp import (
     Coefficient,
     Direction,
@@ -39,7 +40,7 @@ from gated_srp.srp import (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an arm may ask of a model's size; the defaults are the paper's."""
+    """What an arm may ask of a model's size; the defaults are the paper's. ``num_patches``: of an image, each has a position."""
 
     dim: int = 384
     depth: int = 4
@@ -48,6 +49,7 @@ class Sizes:
     delta: float = 1.0
     hidden_dim: int = 64
     drop_path: float = 0.1
+    num_patches: int = 289
 
     def gate(self, **changes: Any) -> Coefficient:
         return SignedGate(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
@@ -63,10 +65,16 @@ class Arm:
     last: bool = False
     position: Callable[[int], PPEG] | None = PPEG
 
+    images: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
+
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
-        blocks = [self._block(sizes, number) for number in range(sizes.depth)]
+        blocks = self._blocks(sizes)
         position = None if self.position is None else self.position(sizes.dim)
         return SlideTransformer(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
+
+    def _blocks(self, sizes: Sizes) -> list[Block]:
+        return [self._block(sizes, number) for number in range(sizes.depth)]
 
     def _block(self, sizes: Sizes, number: int) -> Block:
         last = number == sizes.depth - 1
@@ -77,10 +85,30 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class ImageArm(Arm):
+    """An image model in the same parts: learned positions, twelve blocks."""
+
+    images: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
+
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
+        return ImageTransformer(
+            in_dim,
+            num_outputs,
+            blocks=self._blocks(sizes),
+            num_patches=sizes.num_patches,
+            drop_path=sizes.drop_path,
+        )
+
+
+@dataclass(frozen=True)
 class PeerArm:
     """A model of another publication; ``make`` takes what it wants of the sizes."""
 
     make: Callable[[int, int, Sizes], Peer]
+
+    images: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> Peer:
         return self.make(in_dim, num_outputs, sizes)
@@ -148,6 +176,11 @@ ARMS: dict[str, Arm | PeerArm] = {
     "vit4": _vit4(),
     "vit4_diff": Arm(_dense_differential, position=None),
     "vit4_gated_srp": _vit4(_gate()),
+    # images, dense attention over a fixed grid
+    "vit_s16": ImageArm(_dense),
+    "vit_s16_xsa": ImageArm(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
+    "vit_s16_diff": ImageArm(_dense_differential),
+    "vit_s16_gated_srp": ImageArm(_dense, _gate()),
     # peers, at the width of the others; TransMIL and CLAM as published
     "local_attention": Arm(_local),
     "mean_pool": PeerArm(lambda i, o, sizes: MeanPool(i, o, dim=sizes.dim)),
@@ -177,7 +210,7 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     known = {field.name for field in fields(Sizes)}
     if unknown := sorted(set(sizes) - known):
         raise UserError(f"build_model: unknown size {unknown[0]!r}, expected some of {', '.join(sorted(known))}.")
-    full = Sizes(**sizes)
+    full = Sizes(**{**ARMS[arm].defaults, **sizes})
     # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
     with torch.random.fork_rng(devices=[]):
         model = ARMS[arm].build(in_dim, num_outputs, full)

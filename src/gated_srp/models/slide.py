@@ -3,7 +3,6 @@
 Shapes: B batch, N patches, S side of the square, L = 1 + S * S rows (CLS first), C channels.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from gated_srp.models.block import Block
 from gated_srp.models.position import PPEG
 from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.srp.coefficient import Coefficient
+from gated_srp.streams import stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), targets -> a number
 
@@ -24,11 +24,13 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), targets -> a number
 class SlideModel(nn.Module):
     """What training and prediction ask of any model of slides: features (B, N, in_dim) and their graph -> logits (B, K).
 
-    ``refuses``: kind of task -> why this model is not made for it. ``keep`` are the random numbers of a forward, drawn
+    ``refuses``: kind of task -> why this model is not made for it. ``images``: it is a model of images instead, whose bags have one
+    length and go through it together; their features are pixels. ``keep`` are the random numbers of a forward, drawn
     beforehand by `draw_keep`, so that no hidden stream takes part. `training_loss` is what training minimises.
     """
 
     refuses: ClassVar[Mapping[str, str]] = {}
+    images: ClassVar[bool] = False
     settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
     drop_path: float
     checkpointing: bool
@@ -80,11 +82,7 @@ class SlideTransformer(SlideModel):
         self._check(features, graph)
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
-        x = self.embed(features)  # (B, N, C)
-        missing = 0 if self.ppeg is None else math.ceil(math.sqrt(x.shape[1])) ** 2 - x.shape[1]
-        first, rest = torch.split(x, [missing, x.shape[1] - missing], dim=1)
-        x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1)  # (B, L, C)
-        rows = graph.with_isolated(before=1, after=missing)
+        x, rows = self.tokens(features, graph)
         for number, block in enumerate(self.blocks):
             scale = None if keep is None else keep[number]
             if self.checkpointing and torch.is_grad_enabled():
@@ -95,6 +93,14 @@ class SlideTransformer(SlideModel):
                 x = self.ppeg(x)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
+
+    def tokens(self, features: Tensor, graph: PatchGraph) -> tuple[Tensor, PatchGraph]:
+        """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
+        x = self.embed(features)  # (B, N, C)
+        missing = 0 if self.ppeg is None else math.ceil(math.sqrt(x.shape[1])) ** 2 - x.shape[1]
+        first, rest = torch.split(x, [missing, x.shape[1] - missing], dim=1)
+        x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1)  # (B, L, C)
+        return x, graph.with_isolated(before=1, after=missing)
 
     def embed(self, features: Tensor) -> Tensor:
         """The first linear layer; half-precision features are widened a few rows at a time when no gradient is wanted."""
@@ -145,9 +151,3 @@ def initialise(model: nn.Module, seed: int) -> None:
                 nn.init.normal_(parameter, std=0.1, generator=stream(seed, full))
             else:
                 nn.init.trunc_normal_(parameter, std=0.02, generator=stream(seed, full))
-
-
-def stream(seed: int, name: str) -> torch.Generator:
-    """A random stream of its own for a name."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gated_srp.data.bag import BagError
 from gated_srp.data.cohort_data import CohortData
 from gated_srp.data.estimate import Machine, Trunk, run_seconds
-from gated_srp.data.formats import read_header
+from gated_srp.data.preparation import Preparation, open_header
 from gated_srp.data.splits import PARTS
 from gated_srp.study.matrix import Cell, distinct
 from gated_srp.training.domain import evenly
@@ -39,7 +39,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
             looks[cell.cohort] = _look_at(data[cell.cohort], cell)
         look = looks[cell.cohort]
         model = cell.config.model
-        trunk = Trunk(look.width, model.dim, model.depth, dense=cell.arm.startswith("vit4"))
+        trunk = Trunk(look.width, model.dim, model.depth, dense=cell.arm.startswith("vit"))
         parts = {part: [look.typical] * count for part, count in look.counts.items()}
         seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate) + _START
         weights = 4.0 * (12 * model.dim**2 * model.depth + look.width * model.dim)
@@ -59,10 +59,11 @@ class _Look:
 
 def _look_at(data: CohortData, cell: Cell) -> _Look:
     frame = data.slides(cell.seed, cell.fold)
+    settings = Preparation.of(data.config)
     sizes, width = [], 1
     for row in evenly(list(range(len(frame))), _LOOKED_AT):
         try:
-            rows, width = read_header(frame["file"].iloc[row], **data.config.reading).shape
+            rows, width = open_header(frame["file"].iloc[row], settings).shape
         except BagError:  # the run itself says which and why
             continue
         sizes.append(min(rows, data.config.cap or rows))

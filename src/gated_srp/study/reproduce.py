@@ -10,7 +10,7 @@ import site
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,11 @@ UNTUNED = {"model.delta": 1.0, "model.hidden_dim": 64}
 
 @dataclass(frozen=True)
 class Study:
-    """One table or figure. ``columns``: metrics by cohort; ``panels``: cohorts by figure; ``skip``: reasons by cohort."""
+    """One table or figure.
+
+    ``columns``: metrics by cohort; ``panels``: cohorts by figure; ``skip``: reasons by cohort; ``arms``: by cohort, the arm that
+    stands for a row's where the cohort needs another kind of model.
+    """
 
     name: str
     title: str
@@ -44,6 +48,7 @@ class Study:
     epochs: int | None = None
     panels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
+    arms: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     command: str = ""  # of a figure that another command draws
 
     @property
@@ -117,6 +122,7 @@ def _read(path: Path, published: Mapping[str, PublishedTable]) -> Study:
             epochs=content.get("epochs"),
             panels=panels,
             skip=content.get("skip", {}),
+            arms=content.get("arms", {}),
             command=content.get("command", ""),
         )
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
@@ -152,10 +158,12 @@ class Sources:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, cohort: str) -> CohortConfig:
-        """The paper's settings for a cohort, on the user's files."""
-        place: dict[str, Any] = {"encoder": "uni_v2", "out": str(self.out), **self.settings}
-        features, labels = self.features_of(cohort), self.labels.get(cohort, self.labels.get(""))
-        place |= ({"features": str(features)} if features else {}) | ({"labels": str(labels)} if labels else {})
+        """The paper's settings for a cohort, on the user's files; for one of images ``features`` is their folder."""
+        images = find_cohort(cohort).images
+        place: dict[str, Any] = ({} if images else {"encoder": "uni_v2"}) | {"out": str(self.out), **self.settings}
+        found, labels = self.features_of(cohort), self.labels.get(cohort, self.labels.get(""))
+        place |= {"images.folder" if images else "features": str(found)} if found else {}
+        place |= {"labels": str(labels)} if labels else {}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cohort.yaml"
             path.write_text(yaml.safe_dump({"cohort": cohort}), encoding="utf-8")
@@ -198,7 +206,9 @@ def plan_study(
             notes.append(f"{cohort}: skipped, {reason}")
             continue
         config = sources.config(cohort)
-        rows = known if study.epochs is None else [_shorter(row, study.epochs) for row in known]
+        other = study.arms.get(cohort, {})
+        rows = [replace(row, arm=other.get(row.arm, row.arm)) for row in known]
+        rows = rows if study.epochs is None else [_shorter(row, study.epochs) for row in rows]
         cells += plan(config, rows, tuple(seeds) or study.seeds)
     return tuple(cells), tuple(notes)
 
@@ -211,7 +221,11 @@ def paper_settings(cell: Cell, gated: Callable[[str], bool]) -> str:
     """What a cell trains with, in words."""
     config, train = cell.config, cell.config.train
     parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
-    parts += [f"cap {config.cap}" if config.cap else "no cap", str(config.encoder)]
+    parts += [f"batch {train.batch_size}"] if train.batch_size > 1 else []
+    if config.images:
+        parts.append(f"images of {config.images.size} pixels, patches of {config.images.patch}")
+    else:
+        parts += [f"cap {config.cap}" if config.cap else "no cap", str(config.encoder)]
     parts += [f"window {config.window}"] if config.window != 3 else []
     if gated(cell.arm):
         gate = config.gate(cell.arm)

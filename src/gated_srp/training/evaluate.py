@@ -179,6 +179,12 @@ def _fitting_config(member: Member, config: CohortConfig) -> CohortConfig:
             f"{config.name}: a table for {config.task}, but {member.run} was trained for {member.card['task']}. "
             "Name the columns of that task (`target`, or `time` and `event`), or another run."
         )
+    if (member.images is None) != (config.images is None):
+        kinds = ("feature files", "images")
+        raise UserError(
+            f"{config.name}: a cohort of {kinds[config.images is not None]}, but {member.run} was trained on "
+            f"{kinds[member.images is not None]}. Name those with `{'features' if member.images is None else 'images'}`, or another run."
+        )
     if member.encoder is None:
         return config
     if config.encoder is not None and canonical(config.encoder) != member.encoder:

@@ -1,6 +1,6 @@
 """What the gates did in an epoch: statistics of beta over heads and patches of each training bag, averaged over the bags.
 
-Shapes: G gates, B * L rows, H heads, N patches.
+Shapes: G gates, B bags of a forward, L rows, H heads, N patches.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ COLUMNS = ("epoch", "layer", *STATISTICS, "mean_over_delta")
 
 
 def summary(beta: Tensor) -> Tensor:
-    """The `STATISTICS` of one bag's coefficients, (H, N) or any shape -> (7,), on their device."""
-    beta = beta.detach().float()
+    """The `STATISTICS` of each bag's coefficients, (..., H, N) -> (..., 7), on their device."""
+    beta = beta.detach().float().flatten(-2)  # (..., H * N)
     parts = (beta <= -0.5, (beta > -0.5) & (beta < 0.5), (beta >= 0.5) & (beta <= 1.5), beta > 1.5, beta < 0)
-    shares = [part.float().mean() for part in parts]
-    return torch.stack([beta.mean(), beta.std(correction=0), *shares])
+    shares = [part.float().mean(-1) for part in parts]
+    return torch.stack([beta.mean(-1), beta.std(-1, correction=0), *shares], -1)
 
 
 class GateRecorder:
@@ -69,8 +69,8 @@ class GateRecorder:
                 return
             self._open.discard(place)
             graph: PatchGraph = args[2]
-            patches = beta.view(graph.num_bags, -1, beta.shape[-1]).transpose(1, 2)  # (1, H, L)
-            found = summary(graph.patches(patches))
+            heads = beta.view(graph.num_bags, -1, beta.shape[-1]).transpose(1, 2)  # (B, H, L), of one length
+            found = summary(heads[..., graph.before : graph.before + max(graph.lengths)]).sum(0)
             before = self._sums[place]
             self._sums[place] = found if before is None else before + found
 

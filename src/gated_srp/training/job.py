@@ -14,10 +14,10 @@ from lightning.fabric import Fabric
 from gated_srp.data.bag import BagError
 from gated_srp.data.configschema import CohortConfig
 from gated_srp.data.dataset import BagLoader
-from gated_srp.data.formats import read_header
+from gated_srp.data.preparation import open_header
 from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError
-from gated_srp.models import ARMS, build_model
+from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.training.checkpoint import load_checkpoint, save_checkpoint
 from gated_srp.training.keeper import Interrupted, Keeper, handlers, stop_on_signals
 from gated_srp.training.loop import Training, fit
@@ -200,6 +200,7 @@ def _prepare(
     )
     if reason := model.refuses.get(type(material.task).__name__.lower()):
         raise UserError(f"arm {job.arm!r} is not made for this task: {reason}")
+    _refuse_other_input(job, model)
     model.checkpointing = train.checkpointing
     begun = fabric.broadcast(run.begun)
     if job.init is not None and not begun:
@@ -232,10 +233,22 @@ def _width(material: Material) -> int:
     rows, error = material.rows("train"), None
     for row in rows:
         try:
-            return read_header(material.bags.files[row], **material.bags.settings.reading).shape[1]
+            return open_header(material.bags.files[row], material.bags.settings).shape[1]
         except BagError as found:
             error = error or found
     raise error or UserError("no training slide")
+
+
+def _refuse_other_input(job: Job, model: SlideModel) -> None:
+    """Arms of images have learned positions; arms of slides would see pixels for features."""
+    images = job.config.images is not None
+    if model.images == images:
+        return
+    kinds = ("slides", "images")
+    fitting = [name for name, arm in ARMS.items() if arm.images == images]
+    raise UserError(
+        f"arm {job.arm!r} is for {kinds[model.images]}, but the cohort is one of {kinds[images]}. Arms for them: {', '.join(fitting)}."
+    )
 
 
 def _refuse_other_slides(run: RunFolder, material: Material, recorded: str | None) -> None:

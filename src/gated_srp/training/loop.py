@@ -1,7 +1,8 @@
-"""The training loop: the only one. One bag a step, exact windows of accumulated gradients, best epoch on validation.
+"""The training loop: the only one. One bag a step (of images: a mini-batch), exact windows of accumulated gradients, best epoch on
+validation.
 
-Randomness comes from named streams alone (order of bags: seed and epoch; drop path: seed, epoch and slide), so a training can be
-left at the end of any window and taken up again without a difference. N ranks share the bags of each window and sum their
+Randomness comes from named streams alone (order of bags: seed and epoch; drop path and augmentation: seed, epoch and slide), so a
+training can be left at the end of any window and taken up again without a difference. N ranks share the bags of each window and sum their
 gradients once, so that they compute what one rank computes.
 """
 
@@ -17,9 +18,10 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from gated_srp.data.configschema import TrainConfig
-from gated_srp.data.dataset import BagLoader, SlideBag
+from gated_srp.data.dataset import BagLoader, SlideBag, together
 from gated_srp.errors import UserError
-from gated_srp.models.slide import SlideModel, stream
+from gated_srp.models.slide import SlideModel
+from gated_srp.streams import stream
 from gated_srp.tasks import Task
 from gated_srp.training.checkpoint import Checkpoint, Progress
 from gated_srp.training.gates import GateRecorder
@@ -60,6 +62,11 @@ class Training:
         if not len(self.progress.gates):
             self.progress.gates = self.gates.take().double()
 
+    @property
+    def batch(self) -> int:
+        """Bags that go through the model at once. Slides differ in length, and Nystrom's pinv wants one a time."""
+        return self.settings.batch_size if self.model.images else 1
+
     def checkpoint(self) -> Checkpoint:
         """Everything needed to go on from the end of the last window."""
         return Checkpoint(self.progress, self.model.state_dict(), self.optimiser.state_dict(), self.best)
@@ -93,7 +100,7 @@ def train_epoch(training: Training, rows: Sequence[int], watch: Watch) -> None:
     order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows))]
     windows = [order[start : start + size] for start in range(progress.bags, len(order), size)]
     mine = [row for window in windows for row in window[fabric.global_rank :: fabric.world_size]]
-    bags = training.loader.epoch(mine)
+    bags = training.loader.epoch(mine, (training.seed, progress.epoch))
     training.model.train()
     for window in windows:
         losses = accumulate(training, window, bags, watch)
@@ -119,28 +126,42 @@ def train_epoch(training: Training, rows: Sequence[int], watch: Watch) -> None:
 def accumulate(training: Training, window: Sequence[int], bags: Iterator[SlideBag], watch: Watch) -> Tensor:
     """Add up the gradients of this rank's bags of a window; the losses (bags of the window,), those of other ranks zero."""
     losses = torch.zeros(len(window), device=training.fabric.device)
-    for place in range(training.fabric.global_rank, len(window), training.fabric.world_size):
-        bag = next(bags)
-        with blaming(bag, training.settings):
-            loss = learn(training, bag)
-            training.fabric.backward(loss / len(window))
-        losses[place] = loss.detach()
-        watch.bag(bag)
+    for places in steps(training.fabric, len(window), training.batch):
+        batch = [next(bags) for _ in places]
+        with blaming(batch, training.settings):
+            loss = learn(training, batch)
+            training.fabric.backward(loss / (len(window) / len(batch)))
+        losses[list(places)] = loss.detach()
+        for bag in batch:
+            watch.bag(bag)
     return losses
 
 
-def learn(training: Training, bag: SlideBag) -> Tensor:
-    """The loss of one bag."""
+def steps(fabric: Fabric, bags: int, size: int) -> Iterator[range]:
+    """Places of the bags that this rank takes, at most ``size`` at once."""
+    mine = range(fabric.global_rank, bags, fabric.world_size)
+    return (mine[start : start + size] for start in range(0, len(mine), size))
+
+
+def learn(training: Training, batch: Sequence[SlideBag]) -> Tensor:
+    """The mean loss of bags that go through the model together."""
     model, device = training.model, training.fabric.device
     keep = None
     if model.drop_path > 0:
-        name = f"drop path/{training.progress.epoch}/{bag.slide}"
-        keep = model.draw_keep(1, generator=stream(training.seed, name)).to(device)
+        names = [f"drop path/{training.progress.epoch}/{bag.slide}" for bag in batch]
+        keeps = [model.draw_keep(1, generator=stream(training.seed, name)) for name in names]
+        keep = torch.cat(keeps, -1).to(device)
     training.gates.next_bag()
-    assert bag.target is not None
-    features, target = bag.features.to(device, non_blocking=True)[None], bag.target[None].to(device)
+    features, graph = together(batch)
+    target = torch.stack([bag.target for bag in batch if bag.target is not None])
     with training.fabric.autocast():
-        return model.training_loss(features, bag.graph.to(device), target, loss=training.task.loss, keep=keep)
+        return model.training_loss(
+            features.to(device, non_blocking=True),
+            graph.to(device),
+            target.to(device),
+            loss=training.task.loss,
+            keep=keep,
+        )
 
 
 def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[float]) -> None:
@@ -180,16 +201,20 @@ def predict_logits(
     loader: BagLoader,
     rows: Sequence[int],
     seen: Callable[[SlideBag], None] = lambda bag: None,
+    *,
+    batch: int = 1,
 ) -> Tensor:
-    """Logits of these bags, (B, K) in float32 on the CPU; ranks share the bags, all get the answer."""
+    """Logits of these bags, (B, K) in float32 on the CPU, ``batch`` at a time; ranks share the bags, all get the answer."""
     model.eval()
     logits = torch.zeros(len(rows), model.settings["num_outputs"], device=fabric.device)
-    places = range(fabric.global_rank, len(rows), fabric.world_size)
-    for place, bag in zip(places, loader.epoch([rows[place] for place in places]), strict=True):
-        with blaming(bag, None), fabric.autocast():
-            features = bag.features.to(fabric.device, non_blocking=True)[None]
-            logits[place] = model(features, bag.graph.to(fabric.device))[0].float()
-        seen(bag)
+    bags = loader.epoch([rows[place] for step in steps(fabric, len(rows), batch) for place in step])
+    for places in steps(fabric, len(rows), batch):
+        found = [next(bags) for _ in places]
+        with blaming(found, None), fabric.autocast():
+            features, graph = together(found)
+            logits[list(places)] = model(features.to(fabric.device, non_blocking=True), graph.to(fabric.device)).float()
+        for bag in found:
+            seen(bag)
     if fabric.world_size > 1:
         fabric.all_reduce(logits, reduce_op="sum")
     return logits.cpu()
@@ -202,27 +227,34 @@ def bag_order(seed: int, epoch: int, bags: int) -> list[int]:
 
 
 @contextmanager
-def blaming(bag: SlideBag, settings: TrainConfig | None) -> Iterator[None]:
-    """Errors inside name the slide; running out of memory says what to set."""
+def blaming(bags: Sequence[SlideBag], settings: TrainConfig | None) -> Iterator[None]:
+    """Errors inside name the slide, or the first of several; running out of memory says what to set."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"slide {bag.slide!r} ({bag.path}): {error}") from error
+        more = f" and {len(bags) - 1} with it" if len(bags) > 1 else ""
+        raise UserError(f"slide {bags[0].slide!r} ({bags[0].path}){more}: {error}") from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|enough memory", str(error)):
             raise
-        raise _out_of_memory(bag, settings) from error
+        raise _out_of_memory(bags, settings) from error
 
 
-def _out_of_memory(bag: SlideBag, settings: TrainConfig | None) -> UserError:
+def _out_of_memory(bags: Sequence[SlideBag], settings: TrainConfig | None) -> UserError:
+    bag = bags[0]
     patches = len(bag.features)
     cures = []
+    if settings is not None and len(bags) > 1:
+        size, times = math.ceil(settings.batch_size / 2), 2 * settings.accumulation
+        cures.append(f"train.batch_size: {size} and train.accumulation: {times} in a new run, the same updates")
     if settings is not None and not settings.checkpointing:
         cures.append("train.checkpointing: true, which goes on in the same run with the same numbers")
     if settings is not None and settings.precision != "bf16":
         cures.append("train.precision: bf16 in a new run")
-    cures.append(f"a cap of {max(1, patches // 2):,} or less in a new run")
+    if len(bags) == 1:
+        cures.append(f"a cap of {max(1, patches // 2):,} or less in a new run")
+    more = f" and {len(bags) - 1} more at once, each" if len(bags) > 1 else ""
     return UserError(
-        f"out of memory at slide {bag.slide!r} with {patches:,} patches of {bag.features.shape[1]} channels. "
+        f"out of memory at slide {bag.slide!r}{more} with {patches:,} patches of {bag.features.shape[1]} channels. "
         f"The state before it is kept. Set {'; or '.join(cures)}."
     )

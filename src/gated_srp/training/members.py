@@ -16,8 +16,8 @@ from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.cache import BagCache
 from gated_srp.data.dataset import SlideBag, SlideDataset
 from gated_srp.data.encoders import is_known
-from gated_srp.data.formats import read_header
-from gated_srp.data.preparation import Preparation
+from gated_srp.data.images import ImageGrid
+from gated_srp.data.preparation import Preparation, open_header
 from gated_srp.errors import UserError
 from gated_srp.models import SlideModel, load_card, load_model
 from gated_srp.tasks import Task
@@ -59,6 +59,11 @@ class Member:
         return self.card.get("encoder")
 
     @property
+    def images(self) -> ImageGrid | None:
+        """How the images it was trained on are cut; None: it was trained on features."""
+        return ImageGrid(**self.card["images"]) if "images" in self.card else None
+
+    @property
     def temperature(self) -> float:
         return float(self.card.get("temperature", 1.0)) if self.task.calibrates else 1.0
 
@@ -74,14 +79,15 @@ class Member:
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         strides = ", ".join(f"{entry['value']:g} {entry['unit']}" for entry in self.card.get("stride", [])[:4])
         apart = f", patches {strides} apart" if strides else ""
-        return (
-            f"{self.card['task']} ({shown}) from {self.encoder or 'an unnamed encoder'}, {self.width} channels{apart}"
-        )
+        what = self.encoder or "an unnamed encoder"
+        if self.images is not None:
+            what = f"images of {self.images.size} x {self.images.size} pixels"
+        return f"{self.card['task']} ({shown}) from {what}, {self.width} channels{apart}"
 
     def preparation(self, reading: Preparation) -> Preparation:
         """Bags as they were made for its training, from files that are read as ``reading`` says."""
         made = {key: self.card[key] for key in ("order", "window", "lattice", "cap", "dtype") if key in self.card}
-        return replace(reading, **made, encoder=self.encoder or reading.encoder)
+        return replace(reading, **made, encoder=self.encoder or reading.encoder, images=self.images)
 
     def calibrated(self, logits: Tensor) -> Tensor:
         """(B, K) logits over the temperature that was fitted on validation."""
@@ -164,13 +170,12 @@ class FittingDataset(SlideDataset):
 
     def _header(self, path: Path) -> BagHeader:
         """With what the file itself, or its folder, says of the encoder; a file of several is asked for the model's."""
-        reading = self.settings.reading
         try:
-            return read_header(path, **reading | {"encoder": None})
+            return open_header(path, replace(self.settings, encoder=None))
         except BagError as error:
             if error.kind != "several_encoders":
                 raise
-            return read_header(path, **reading)
+            return open_header(path, self.settings)
 
 
 def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gated_srp.data.cache import BagCache
 from gated_srp.data.dataset import BagLoader, SlideBag
+from gated_srp.data.images import find_images
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.preparation import Preparation
 from gated_srp.data.siblings import find_bags
@@ -113,6 +114,13 @@ def feature_files(place: str | Path, encoder: str | None) -> list[Path]:
     return found
 
 
+def files_for(member: Member, place: str | Path) -> list[Path]:
+    """The files of a folder that a model reads, images or features; or the one file."""
+    if member.images is not None and not Path(place).is_file():
+        return find_images(place)
+    return feature_files(place, member.encoder)
+
+
 def slide_names(files: Sequence[str | Path]) -> list[str]:
     """Names without endings; with the last folders where they would be the same.
 
@@ -168,7 +176,7 @@ class _Runner:
     @torch.no_grad()
     def __call__(self, bag: SlideBag) -> Tensor:
         """(K,) in float32 on the CPU."""
-        with blaming(bag, None), torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+        with blaming([bag], None), torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             logits: Tensor = self.model(bag.features.to(self.device)[None], bag.graph.to(self.device))
         return logits[0].float().cpu()
 
@@ -252,7 +260,7 @@ def _notes(members: Sequence[Member], warnings: dict[str, list[str]]) -> tuple[s
     told = [texts for kind, texts in warnings.items() if not kind.startswith("cap:")]  # which is as in training
     notes = [texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "") for texts in told]
     notes = notes[:_MOST] + ([f"and {len(notes) - _MOST} warnings of other kinds"] if len(notes) > _MOST else [])
-    if members[0].encoder is None:
+    if members[0].encoder is None and members[0].images is None:
         notes.append("the model's card names no encoder, so only the width of the features could be compared")
     if any(member.task.calibrates and member.temperature == 1.0 for member in members):
         notes.append("probabilities are as the model gives them: the run's validation could not tell a temperature")

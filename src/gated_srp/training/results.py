@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
@@ -12,8 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gated_srp.data.dataset import BagLoader
-from gated_srp.data.formats import read_header
-from gated_srp.data.preparation import Preparation
+from gated_srp.data.preparation import Preparation, open_header
 from gated_srp.errors import UserError
 from gated_srp.models import save_model
 from gated_srp.tasks import Classification, Multilabel, Survival, Task, fit_temperature, selection_score
@@ -28,11 +27,15 @@ PARTS = ("val", "test")
 def evaluate(training: Training, material: Material, watch: Watch) -> tuple[dict[str, float], float]:
     """Validation metrics at the level that scores, the loss among them, and the score that selects."""
     rows = material.rows("val")
-    logits = predict_logits(training.fabric, training.model, training.loader, rows, watch.bag)
+    logits = _logits(training, rows, watch)
     loss = float(material.task.loss(logits, material.targets(rows)))
     slides = material.predictions(rows, logits)
     metrics = material.task.metrics(slides if material.score == "slide" else material.by_case(slides))
     return {"loss": loss, **metrics}, selection_score(material.task, metrics, loss)
+
+
+def _logits(training: Training, rows: list[int], watch: Watch) -> Tensor:
+    return predict_logits(training.fabric, training.model, training.loader, rows, watch.bag, batch=training.batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,7 @@ def read_results(training: Training, material: Material, watch: Watch) -> Result
     temperature = 1.0
     for part in PARTS:
         rows = material.rows(part)
-        logits = predict_logits(training.fabric, training.model, training.loader, rows, watch.bag)
+        logits = _logits(training, rows, watch)
         if part == "val":
             temperature = fit_temperature(material.task, logits, material.targets(rows))
         slides = material.predictions(rows, logits)
@@ -120,7 +123,8 @@ def task_of(card: Mapping[str, Any]) -> Task:
 
 def describe_bags(settings: Preparation) -> dict[str, Any]:
     """What a model's card says of how its bags are made."""
-    return {key: getattr(settings, key) for key in ("order", "window", "lattice", "cap", "dtype")}
+    images = {} if settings.images is None else {"images": asdict(settings.images)}
+    return {key: getattr(settings, key) for key in ("order", "window", "lattice", "cap", "dtype")} | images
 
 
 def _metrics(task: Task, table: pd.DataFrame) -> dict[str, float] | None:
@@ -133,7 +137,7 @@ def _training_facts(training: Training, material: Material, watch: Watch) -> dic
     rows = material.rows("train")
     facts = _look_at(training.loader, evenly(rows))
     if isinstance(material.task, Survival):
-        logits = predict_logits(training.fabric, training.model, training.loader, rows, watch.bag)
+        logits = _logits(training, rows, watch)
         facts["median_risk"] = float(material.by_case(material.predictions(rows, logits))["risk"].median())
     return facts
 
@@ -143,7 +147,7 @@ def _look_at(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
     strides, encoders = set(), set()
     for bag in loader.epoch(rows):
         means.append(slide_mean(bag.features))
-        um = read_header(bag.path, **loader.dataset.settings.reading).stride_um
+        um = open_header(bag.path, loader.dataset.settings).stride_um
         strides.add((float(bag.stride), bag.unit, um))
         encoders.add(bag.encoder)
     return {

@@ -1,0 +1,186 @@
+"""Images as bags: geometry, colours, what is drawn, and files that are no good."""
+
+import colorsys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from gated_srp.data.bag import BagError
+from gated_srp.data.images import (
+    ImageGrid,
+    augmented,
+    find_images,
+    image_header,
+    patch_rows,
+    read_image,
+    read_pixels,
+    turned,
+    with_hue,
+)
+from gated_srp.data.preparation import Preparation, prepare
+from gated_srp.errors import UserError
+from gated_srp.srp import PatchGraph
+from gated_srp.streams import stream
+
+GRID = ImageGrid(size=32, patch=8)
+
+
+def noise(seed: int = 0, size: int = 32) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+
+
+def write(path: Path, pixels: np.ndarray) -> Path:
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def test_adp_gives_17_by_17_patches_of_768_numbers():
+    assert (ImageGrid().num_patches, ImageGrid().width) == (289, 768)
+    assert ImageGrid().corners[[0, 1, 17]].tolist() == [[0, 0], [16, 0], [0, 16]]
+
+
+def test_the_rows_are_what_a_convolution_with_that_stride_reads():
+    pixels, kernel = torch.randn(3, 32, 32), torch.randn(5, 3, 8, 8)
+    expected = F.conv2d(pixels[None], kernel, stride=8).flatten(2)[0].T  # (N, 5)
+    torch.testing.assert_close(patch_rows(pixels, 8) @ kernel.flatten(1).T, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_pixels_are_normalised_with_imagenets_mean_and_spread(tmp_path):
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    pixels[8:16, 24:] = (255, 128, 0)  # the second row's last patch
+    rows = read_image(write(tmp_path / "a.png", pixels), GRID).features
+    black = [-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225]
+    orange = [(1 - 0.485) / 0.229, (128 / 255 - 0.456) / 0.224, -0.406 / 0.225]
+    torch.testing.assert_close(rows[6].view(3, 64).mean(1), torch.tensor(black))
+    torch.testing.assert_close(rows[7].view(3, 64).mean(1), torch.tensor(orange))
+
+
+def test_a_prepared_image_has_the_grid_as_its_graph(tmp_path):
+    bag = prepare(write(tmp_path / "a.png", noise()), Preparation(images=GRID))
+    grid = PatchGraph.from_grid(4, 4)
+    assert torch.equal(bag.graph.neighbours, grid.neighbours) and torch.equal(bag.graph.offsets, grid.offsets)
+    assert (bag.num_patches, bag.stride, bag.unit, bag.encoder, bag.warnings) == (16, 8.0, "px", None, ())
+    assert image_header(bag.path, GRID).shape == (16, 192)
+
+
+def test_grey_and_palette_and_transparent_images_are_read_as_rgb(tmp_path):
+    for mode in ("L", "P", "RGBA"):
+        Image.fromarray(noise()).convert(mode).save(tmp_path / "a.png")
+        with Image.open(tmp_path / "a.png") as image:
+            expected = np.asarray(image.convert("RGB"))
+        assert np.array_equal(read_pixels(tmp_path / "a.png", GRID).permute(1, 2, 0).numpy(), expected)
+
+
+def test_the_eight_symmetries_differ_and_each_is_a_permutation_of_the_pixels():
+    pixels = torch.arange(3 * 4 * 4).view(3, 4, 4)
+    seen = [turned(pixels, number) for number in range(8)]
+    assert len({tuple(one.flatten().tolist()) for one in seen}) == 8
+    flips = {one.flip(axes) for one in (pixels,) for axes in ((1,), (2,), (1, 2))}
+    assert all(any(torch.equal(flip, one) for one in seen) for flip in flips)
+    for one in seen:
+        assert torch.equal(one.flatten(1).sort().values, pixels.flatten(1))
+        square = one.sub(one[0, 0, 0] - pixels[0, 0, 0])  # colours stay together
+        assert torch.equal(square[1] - square[0], pixels[1] - pixels[0])
+
+
+def test_every_symmetry_is_drawn_about_equally_often(monkeypatch):
+    monkeypatch.setattr("gated_srp.data.images._JITTER", 0.0)
+    monkeypatch.setattr("gated_srp.data.images._HUE", 0.0)
+    pixels = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    known = [turned(pixels, number) for number in range(8)]
+    counts = [0] * 8
+    for number in range(800):
+        found = augmented(pixels, stream(0, f"{number}"))
+        counts[next(i for i, one in enumerate(known) if torch.allclose(found, one, atol=1e-5))] += 1
+    assert sum(counts) == 800 and min(counts) > 60 and max(counts) < 140
+
+
+def test_what_is_drawn_depends_on_the_stream_alone():
+    pixels = torch.rand(3, 16, 16)
+    torch.manual_seed(5)
+    before = torch.rand(2)
+    torch.manual_seed(5)
+    first = augmented(pixels, stream(42, "augment/0/a"))
+    assert torch.equal(torch.rand(2), before)  # the global stream was not touched
+    assert torch.equal(augmented(pixels, stream(42, "augment/0/a")), first)
+    for seed, name in ((43, "augment/0/a"), (42, "augment/1/a"), (42, "augment/0/b")):
+        assert not torch.equal(augmented(pixels, stream(seed, name)), first)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    pixels = torch.rand(3, 272, 272)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append([augmented(pixels, stream(1, str(number))) for number in range(4)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_jitter_is_mild_and_stays_within_the_range_of_colours():
+    pixels = torch.full((3, 4, 4), 0.5)
+    values = torch.stack([augmented(pixels, stream(0, str(number))) for number in range(200)])
+    assert float(values.min()) >= 0.45 - 1e-6 and float(values.max()) <= 0.55 + 1e-6  # of a grey only brightness moves
+    assert float(values.min()) < 0.46 and float(values.max()) > 0.54
+    white = augmented(torch.ones(3, 4, 4), stream(0, "1"))
+    assert float(white.max()) <= 1.0
+
+
+@pytest.mark.parametrize("shift", [-0.05, 0.0, 0.03, 0.4])
+def test_hue_agrees_with_the_standard_librarys_hsv(shift):
+    pixels = torch.rand(3, 6, 5, generator=torch.Generator().manual_seed(3))
+    pixels[:, 0, 0] = 0.7  # grey
+    pixels[:, 1, 1] = torch.tensor([0.5, 0.5, 0.1])  # two largest
+    found = with_hue(pixels, shift)
+    for y in range(6):
+        for x in range(5):
+            hue, saturation, value = colorsys.rgb_to_hsv(*pixels[:, y, x].tolist())
+            expected = colorsys.hsv_to_rgb((hue + shift) % 1.0, saturation, value)
+            torch.testing.assert_close(found[:, y, x], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "said"),
+    [
+        (b"", "truncated", "cut short, damaged or no image"),
+        (b"no image at all", "truncated", "cut short, damaged or no image"),
+        ("cut", "truncated", "cut short, damaged or no image"),
+        ("flipped", "truncated", "cut short, damaged or no image"),
+        ("small", "wrong_size", "16 x 16 pixels, expected 32 x 32. .*images.size"),
+        ("deep", "wrong_dtype", "expected 8 bits a colour"),
+        (None, "missing", "no such image"),
+    ],
+)
+def test_a_bad_image_is_refused_with_its_name_and_a_cure(tmp_path, content, kind, said):
+    path = tmp_path / "bad.png"
+    whole = write(tmp_path / "good.png", noise()).read_bytes()
+    if content == "small":
+        write(path, noise(size=16))
+    elif content == "deep":
+        Image.fromarray(np.zeros((32, 32), np.uint16)).save(path)
+    elif content is not None:
+        broken = bytearray(whole)
+        broken[len(whole) // 2] ^= 255
+        path.write_bytes({"cut": whole[: len(whole) // 2], "flipped": bytes(broken)}.get(content, content))
+    with pytest.raises(BagError, match=rf"bad\.png: .*{said}") as caught:
+        read_image(path, GRID)
+    assert caught.value.kind == kind
+
+
+def test_a_folder_without_images_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no image"):
+        find_images(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        find_images(tmp_path / "nowhere")
+    (tmp_path / "below").mkdir()
+    kept = write(tmp_path / "below" / "a.PNG", noise())
+    (tmp_path / ".hidden.png").write_bytes(b"")
+    (tmp_path / "b.txt").write_text("")
+    assert find_images(tmp_path) == [kept]
