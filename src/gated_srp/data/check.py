@@ -164,7 +164,7 @@ def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: boo
             "bytes": sum(file.bytes for file in good),
             "deep": deep,
         },
-        "encoders": dict(Counter(file.encoder or "not said" for file in good)),
+        "encoders": dict(Counter(file.encoder or ("none, pixels" if settings.images else "not said") for file in good)),
         "widths": dict(Counter(str(file.width) for file in good)),
         "dtypes": dict(Counter(file.dtype for file in good)),
         "patches": {"total": sum(file.patches for file in good)} | _spread([file.patches for file in good]),
@@ -258,7 +258,8 @@ def _about_cost(
         "machine": asdict(machine),
         "epochs": config.train.epochs,
         "run_seconds": max(seconds),
-        "run_bytes": max(trunk.memory(max(good.values())) for trunk in trunks) * config.train.batch_size,
+        "run_bytes": max(trunk.memory(max(good.values()) * config.at_once) for trunk in trunks),
+        "at_once": config.at_once,
         "runs": len(trunks) * repeats,
         "comparison_seconds": sum(seconds) * repeats,
     }
@@ -267,6 +268,11 @@ def _about_cost(
 def _of_cost(cost: dict[str, Any]) -> Iterator[Finding]:
     need, have = cost["run_bytes"], cost["machine"]["memory"]
     if need > _FULL * have:
-        what = f"the largest slide needs about {need / 1e9:.1f} GB to train on; {cost['machine']['name']} has {have / 1e9:.1f}"
-        cure = "Set `cap`, or train.checkpointing: true, or use a larger machine."
-        yield Finding("warning", "memory", what, ("cap",), cure)
+        images = cost["at_once"] > 1
+        which = f"a batch of {cost['at_once']} images" if images else "the largest slide"
+        what = f"{which} needs about {need / 1e9:.1f} GB to train on; {cost['machine']['name']} has {have / 1e9:.1f}"
+        first = (
+            "Lower train.batch_size and raise train.accumulation as much: the same updates" if images else "Set `cap`"
+        )
+        cure = f"{first}; or train.checkpointing: true, or a larger machine."
+        yield Finding("warning", "memory", what, ("train.batch_size" if images else "cap",), cure)

@@ -161,6 +161,11 @@ class CohortConfig(_Section):
         return next((arm for arm in self.arms if arm.endswith("gated_srp")), self.arms[0])
 
     @property
+    def at_once(self) -> int:
+        """Bags that go through a model together: images fill a batch, slides go one by one."""
+        return self.train.batch_size if self.images else 1
+
+    @property
     def preset(self) -> Cohort | None:
         """The paper's cohort that this one is, or follows."""
         return find_cohort(self.cohort) if self.cohort else None

@@ -44,7 +44,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
         seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate) + _START
         weights = 4.0 * (12 * model.dim**2 * model.depth + look.width * model.dim)
         disk += weights
-        memory = max(memory, trunk.memory(look.largest) * cell.config.train.batch_size)
+        memory = max(memory, trunk.memory(look.largest * cell.config.at_once))
     disk += _STATE * disk / len(left) if left else 0.0
     return Cost(len(left), seconds, disk, memory)
 
