@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from gated_srp.errors import UserError
+from gated_srp.models.adapter import Adapter
 from gated_srp.models.attention import Attention, DenseAttention
 from gated_srp.models.block import Block, LastBlock
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
@@ -76,12 +77,24 @@ class Arm:
     def _blocks(self, sizes: Sizes) -> list[Block]:
         return [self._block(sizes, number) for number in range(sizes.depth)]
 
+    def correction(self, sizes: Sizes) -> GatedSRP | Adapter | None:
+        if self.coefficient is None:
+            return None
+        return GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
+
     def _block(self, sizes: Sizes, number: int) -> Block:
         last = number == sizes.depth - 1
-        correction = None
-        if self.coefficient is not None and (self.last or not last):
-            correction = GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
+        correction = self.correction(sizes) if self.last or not last else None
         return (LastBlock if last else Block)(sizes.dim, self.attention(sizes, number), correction=correction)
+
+
+@dataclass(frozen=True)
+class AdaptedArm(Arm):
+    """Control: where the gates would be, adapters with at least as many weights."""
+
+    def correction(self, sizes: Sizes) -> Adapter:
+        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
+        return Adapter(sizes.dim // sizes.num_heads, budget=weights)
 
 
 @dataclass(frozen=True)
@@ -164,7 +177,7 @@ ARMS: dict[str, Arm | PeerArm] = {
     "gated_srp_no_bias": _gated(_gate(bias=False)),
     "gated_srp_xavier": _gated(_gate(init=xavier)),
     "gated_srp_kaiming": _gated(_gate(init=kaiming)),
-    # controls: the same gate on another axis
+    # controls: the same gate on another axis, a gate that only removes, weights without a direction
     "axis_own_value": _gated(_gate(), direction=lambda sizes: OwnValue()),
     "axis_slide_mean": _gated(_gate(), direction=lambda sizes: SlideMean()),
     "axis_random": _gated(
@@ -172,6 +185,7 @@ ARMS: dict[str, Arm | PeerArm] = {
     ),
     "gated_srp_nonnegative": _gated(_gate(bound=rectified)),
     "axis_shuffled": _gated(_gate(), direction=lambda sizes: ShuffledNeighbours()),
+    "adapter": AdaptedArm(_nystrom),
     # dense attention over variable lengths
     "vit4": _vit4(),
     "vit4_diff": Arm(_dense_differential, position=None),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gated_srp.models.adapter import Adapter
 from gated_srp.models.attention import Attention, merge_heads
 from gated_srp.srp import GatedSRP, PatchGraph
 from gated_srp.srp.projection import add_product, chunks, linear_into
@@ -19,7 +20,7 @@ class Block(nn.Module):
     """x + keep * attention(LN x), then x + keep * mlp(LN x); ``keep`` (2, B) are drop-path factors, None keeps everything."""
 
     def __init__(
-        self, dim: int, attention: Attention, *, correction: GatedSRP | None = None, mlp_ratio: int = 4
+        self, dim: int, attention: Attention, *, correction: GatedSRP | Adapter | None = None, mlp_ratio: int = 4
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)

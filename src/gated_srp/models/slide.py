@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
+from gated_srp.models.adapter import Adapter
 from gated_srp.models.block import Block
 from gated_srp.models.position import PPEG
 from gated_srp.srp import PatchGraph, SignedGate
@@ -133,11 +134,11 @@ class SlideTransformer(SlideModel):
 def initialise(model: nn.Module, seed: int) -> None:
     """Start values that depend on the seed and a parameter's name alone, so that paired arms share every weight of the same name.
 
-    Weights truncated normal (std 0.02), biases 0, norms 1 and 0; a gate draws its own from a stream of its name.
+    Weights truncated normal (std 0.02), biases 0, norms 1 and 0; a gate or an adapter draws its own from a stream of its name.
     """
-    gates = [f"{name}." for name, module in model.named_modules() if isinstance(module, Coefficient)]
+    gates = [f"{name}." for name, module in model.named_modules() if isinstance(module, Coefficient | Adapter)]
     for name, module in model.named_modules():
-        if isinstance(module, SignedGate):
+        if isinstance(module, SignedGate | Adapter):
             module.reset_parameters(stream(seed, name))
         if any(f"{name}.".startswith(gate) for gate in gates):
             continue
