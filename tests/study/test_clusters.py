@@ -1,16 +1,20 @@
 """Cells on clusters: a Slurm script that can be read, and a Ray cluster that loses a machine."""
 
 import json
+import re
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 
 import pytest
 from study.study_cells import cells, finish
+from training.toy_cohorts import open_config, write_cohort
 
+from gated_srp.cli.matrix_view import epochs
 from gated_srp.study.engine import Board
-from gated_srp.study.matrix import Cell
+from gated_srp.study.matrix import Cell, Row, plan
 from gated_srp.study.slurm import write_job_array
+from gated_srp.training import train_run
 
 # Eight steps of which each is saved; ends when its lifeline does; says where it began.
 CELL = """
@@ -54,36 +58,67 @@ def test_a_task_of_the_array_does_its_line_and_leaves_a_finished_cell_alone(tmp_
     assert subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode == 0
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_lost_machines_cell_goes_on_elsewhere_from_its_last_state(tmp_path):
+@pytest.fixture
+def two_machines():
+    """A Ray cluster of two machines with room for one cell each, and a head that runs none; the machines may be taken away."""
     ray = pytest.importorskip("ray", reason="the extra `cluster` is not installed")
     from ray.cluster_utils import Cluster
 
-    from gated_srp.study.ray_engine import run_ray
-
-    script = tmp_path / "cell.py"
-    script.write_text(CELL)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False)
         cluster.wait_for_nodes()
-        found = cells(tmp_path / "runs", ("na", "xsa"), (42,))
-        board = Board(found)
-        begun: list[float] = []
-
-        def lose_one() -> None:
-            if len(nodes) == 2 and all((cell.key / "step").exists() for cell in found):
-                begun.append(time.monotonic())
-                if len(begun) > 2:
-                    cluster.remove_node(nodes.pop(), allow_graceful=False)
-
-        run_ray(board, command=(sys.executable, str(script)), tick=lose_one)
-        assert len(nodes) == 1
-        assert [board[cell].state for cell in found] == ["finished", "finished"]
-        starts = sorted((cell.key / "starts").read_text().split() for cell in found)
-        assert starts[0] == ["0"]
-        assert len(starts[1]) == 2 and int(starts[1][1]) > 0
+        yield cluster, nodes
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def lose_one(cluster, nodes, found, begun) -> Callable[[], None]:
+    """A `tick` that takes one machine away when all cells have begun."""
+
+    def tick() -> None:
+        if len(nodes) == 2 and all(begun(cell) for cell in found):
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+    return tick
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_lost_machines_cell_goes_on_elsewhere_from_its_last_state(tmp_path, two_machines):
+    from gated_srp.study.ray_engine import run_ray
+
+    cluster, nodes = two_machines
+    script = tmp_path / "cell.py"
+    script.write_text(CELL)
+    found = cells(tmp_path / "runs", ("na", "xsa"), (42,))
+    board = Board(found)
+    lose = lose_one(cluster, nodes, found, lambda cell: (cell.key / "step").exists())
+    run_ray(board, command=(sys.executable, str(script)), tick=lose)
+    assert len(nodes) == 1
+    assert [board[cell].state for cell in found] == ["finished", "finished"]
+    starts = sorted((cell.key / "starts").read_text().split() for cell in found)
+    assert starts[0] == ["0"]
+    assert len(starts[1]) == 2 and int(starts[1][1]) > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_training_that_loses_its_machine_ends_with_the_metrics_of_training_that_does_not(tmp_path, two_machines):
+    from gated_srp.study.ray_engine import run_ray
+
+    cluster, nodes = two_machines
+    cohort = write_cohort(tmp_path, slides=24, train={"epochs": 20})
+    found = plan(open_config(cohort), [Row.of("na"), Row.of("gated_srp")], [42])
+    board = Board(found)
+    run_ray(board, tick=lose_one(cluster, nodes, found, lambda cell: epochs(cell) > 2))
+    assert len(nodes) == 1
+    assert [(board[cell].state, board[cell].tries) for cell in found] == [("finished", 1)] * 2
+    went_on = [re.findall(r"goes on at epoch (\d+)", (cell.key / "log.txt").read_text()) for cell in found]
+    assert sorted(map(len, went_on)) == [0, 1]
+    assert int(next(filter(None, went_on))[0]) > 2
+    for cell in plan(open_config(cohort, out=str(tmp_path / "alone")), [Row.of("na"), Row.of("gated_srp")], [42]):
+        run = train_run(cell.config, arm=cell.arm, seed=42, quiet=True)
+        there = next(one for one in found if one.arm == cell.arm).key
+        for name in ("history.csv", "predictions_test_slide.csv"):
+            assert (run / name).read_text() == (there / name).read_text()

@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
-import typer
 
+from gated_srp.cli.screen import LOG, say
 from gated_srp.cli.study_run import Running, run_cells
 from gated_srp.data.cohort_data import CohortData, open_cohort
+from gated_srp.data.estimate import this_machine
 from gated_srp.errors import UserError
 from gated_srp.study.collect import collect, compare_cells
 from gated_srp.study.matrix import Cell, distinct
@@ -34,8 +35,8 @@ def list_studies() -> None:
     for name in study_names(folder):
         study = read_studies(name, folder)[0]
         about = f"{len(study.columns)} cohorts x {len(study.rows)} rows" if study.rows else "nothing to train"
-        typer.echo(f"{name:<20} {study.title} ({about})")
-    typer.echo(f"{'all':<20} all of these, runs that several need counted once")
+        say(f"{name:<20} {study.title} ({about})")
+    say(f"{'all':<20} all of these, runs that several need counted once")
 
 
 def reproduce_studies(
@@ -45,7 +46,7 @@ def reproduce_studies(
     studies = read_studies(name, studies_folder())
     plans = [(study, *plan_study(study, sources, cohorts=cohorts, seeds=seeds)) for study in studies]
     for note in dict.fromkeys(note for _, _, notes in plans for note in notes):
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     if dry_run:
         show_plans(plans)
         return False
@@ -57,7 +58,7 @@ def reproduce_studies(
         board = run_cells(trained, data, running)
         for cell in board.of("failed"):
             failed = True
-            typer.secho(f"failed twice: {cell}: {board[cell].said}", fg="red", err=True)
+            LOG.error("failed twice: %s: %s", cell, board[cell].said)
     for study, cells, notes in plans:
         _write(sources.out / "reproduce" / study.name, study, cells, notes)
     return failed
@@ -71,15 +72,15 @@ def show_plans(plans: Sequence[Plan]) -> None:
         own = [cell for cell in cells if cell.row in paper]
         more = [cell for cell in cells if cell.row not in paper]
         what = f"drawn by `{study.command}`" if study.command else f"{len(own)} cells"
-        typer.echo(f"{study.name}: {study.title}; {what}")
+        say(f"{study.name}: {study.title}; {what}")
         for cell in own:
-            typer.echo(_line(cell))
+            say(_line(cell))
         if more:
-            typer.echo(f"{study.name}, beside them: {len(more)} cells of untuned rows")
+            say(f"{study.name}, beside them: {len(more)} cells of untuned rows")
             for cell in more:
-                typer.echo(_line(cell))
+                say(_line(cell))
         everything += cells
-    typer.echo(f"{len(distinct(everything))} distinct runs")
+    say(f"{len(distinct(everything))} distinct runs")
 
 
 def _line(cell: Cell) -> str:
@@ -110,7 +111,7 @@ def _open(plans: Sequence[Plan]) -> tuple[dict[str, CohortData], set[tuple[str, 
             data.setdefault(cell.cohort, found)
         except UserError as error:
             missing.add(_files(cell))
-            typer.secho(f"note: {cell.cohort}, {cell.config.encoder}: left out. {error}", fg="yellow", err=True)
+            LOG.warning("note: %s, %s: left out. %s", cell.cohort, cell.config.encoder, error)
     if missing and not data:
         raise UserError(
             "no cohort of this study has its files. Name them with --features and --labels, or look with --dry-run."
@@ -122,7 +123,7 @@ def _write(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, 
     from gated_srp.report.figures import draw_signed_gate, draw_trajectories
 
     if study.kind == "elsewhere":
-        typer.echo(f"{study.name}: run `{study.command}`")
+        say(f"{study.name}: run `{study.command}`")
     elif study.kind == "signed-gate":
         _say(draw_signed_gate(folder / "signed_gate"))
     elif study.kind == "trajectories":
@@ -139,9 +140,12 @@ def _write_table(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple
     from gated_srp.report.study import write_comparison
     from gated_srp.study.judge import beside_published
 
-    results = measured(cells) if study.kind == "runtime" else collect(cells)
+    if study.kind == "runtime":
+        results, notes = measured(cells), (*notes, f"Measured on {this_machine().name}.")
+    else:
+        results = collect(cells)
     _say(write_reproduction(folder, study, beside_published(study, results), notes))
-    typer.echo("\n" + (folder / "table.md").read_text(encoding="utf-8"))
+    say("\n" + (folder / "table.md").read_text(encoding="utf-8"))
     rows = [row.name for row in study.rows if row.name in set(results["arm"])]
     if study.kind == "table" and len(rows) > 1:
         bases = [row.name for row in study.rows if row.arm in ("na", "vit4") and row.name in rows]
@@ -157,11 +161,11 @@ def measured(cells: Sequence[Cell]) -> pd.DataFrame:
     rows = []
     for cell in cells:
         found = measure(cell)
-        typer.echo(f"{cell}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+        say(f"{cell}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
         rows += [(cell.cohort, cell.row, cell.unit, name, value) for name, value in found.items()]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def _say(paths: Sequence[Path]) -> None:
     if paths:
-        typer.echo(f"written: {paths[0].parent} ({len(paths)} files)")
+        say(f"written: {paths[0].parent} ({len(paths)} files)")

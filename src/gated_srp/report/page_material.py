@@ -100,6 +100,12 @@ class Study:
         return {str(row.get("cohort")) for row in (*self.results, *self.reproduction)}
 
     @property
+    def run_folders(self) -> list[str]:
+        """Of the comparison's cells, relative to its own folder."""
+        found = self.comparison.get("runs")
+        return [str(folder) for folder in found.values()] if isinstance(found, dict) else []
+
+    @property
     def drawings(self) -> list[Path]:
         return sorted({*self.path.glob("figures/*.svg"), *self.path.glob("*.svg")})
 
@@ -146,7 +152,10 @@ def _enter(folders: list[str]) -> bool:
 
 
 def _beside(home: Path, studies: tuple[Study, ...]) -> list[Path]:
-    """Runs of a comparison that are not below it: OUT/COHORT/comparison has them in OUT/COHORT."""
+    """Runs of a comparison that are not below it: those that it lists, else the ones of its cohorts in the folders around it."""
+    listed = [study.path / folder / "metrics.json" for study in studies for folder in study.run_folders]
+    if found := list(dict.fromkeys(path.resolve() for path in listed if path.is_file())):
+        return found
     cohorts = {name for study in studies for name in study.cohorts}
     roots = list(home.absolute().parents[:2]) if studies else []
     found = [path for root in roots for path in sorted(root.glob("*/*/seed*/metrics.json"))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from gated_srp.study.judge import RULE
 from gated_srp.study.reproduce import Study
 
 Line = Mapping[Any, Any]  # a row of `beside_published`
+_MACHINES = (
+    "Speed and memory belong to a machine, so they are not judged: what may be compared with the authors' GPU are the ratios. On a "
+    "processor GiB is the most that the whole process held, libraries and loaded slides too; on a GPU what PyTorch had reserved."
+)
 
 
 def write_reproduction(folder: Path, study: Study, lines: pd.DataFrame, notes: tuple[str, ...] = ()) -> list[Path]:
@@ -24,7 +28,7 @@ def write_reproduction(folder: Path, study: Study, lines: pd.DataFrame, notes: t
 
 
 def reproduction_grid(study: Study, lines: pd.DataFrame, notes: tuple[str, ...] = ()) -> Grid:
-    """Three lines a row: ours, the published value, our difference to it with the verdict."""
+    """A few lines a row: ours, the published value, and our difference to it with the verdict (of a runtime: ratios to the base)."""
     columns = tuple((cohort, metric) for cohort, metrics in study.columns.items() for metric in metrics)
     at = {(line["row"], line["cohort"], line["metric"]): line for line in lines.to_dict("records")}
     best = {c: best_of(lines[(lines["cohort"] == c[0]) & (lines["metric"] == c[1])]["mean"], c[1]) for c in columns}
@@ -35,18 +39,37 @@ def reproduction_grid(study: Study, lines: pd.DataFrame, notes: tuple[str, ...] 
         rows.append((row, ours))
         if any(not math.isnan(one["published"]) for one in found):
             rows.append(("– published", tuple(Entry(_published(one)) for one in found)))
-            rows.append(("– difference", tuple(_difference(one) for one in found)))
+            rows += (
+                _ratios(study, found) if study.kind == "runtime" else [("– difference", tuple(map(_difference, found)))]
+            )
+    title = f"{study.title}, reproduced" if study.published else study.title
+    return Grid(title, columns, tuple(rows), (*notes, *_about(study, lines)))
+
+
+def _about(study: Study, lines: pd.DataFrame) -> tuple[str, ...]:
+    """Where the published numbers are from, how many agree, and by which rule."""
+    if study.published is None:
+        return ("Nothing published to compare with.",)
+    source = f"Published: {study.published.source}."
+    if study.kind == "runtime":
+        return source, _MACHINES
     counts = lines["verdict"].value_counts()
     judged = {word: int(counts.get(word, 0)) for word in ("compatible", "not compatible", "not judged", "not run")}
     summary = "; ".join(f"{count} {word}" for word, count in judged.items() if count)
-    source = f"Published: {study.published.source}." if study.published else "Nothing published to compare with."
-    title = f"{study.title}, reproduced" if study.published else study.title
-    return Grid(
-        title,
-        columns,
-        tuple(rows),
-        (*notes, source, f"Of the published numbers: {summary}." if study.published else "", f"Rule: {RULE}"),
-    )
+    return source, f"Of the published numbers: {summary}.", f"Rule: {RULE}"
+
+
+def _ratios(study: Study, found: Sequence[Line]) -> list[tuple[str, tuple[Entry, ...]]]:
+    """Ours and the published over the base's; nothing for the base itself."""
+    base = study.rows[0].name
+    if found[0]["row"] == base:
+        return []
+    names = {f"– ours / {base}": "times_base", f"– published / {base}": "published_times_base"}
+    return [(name, tuple(Entry(_times(one[key])) for one in found)) for name, key in names.items()]
+
+
+def _times(ratio: float) -> str:
+    return "–" if math.isnan(ratio) else f"{ratio:.2f} ×"
 
 
 def _mean(line: Line) -> str:

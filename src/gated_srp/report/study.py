@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,11 +27,19 @@ def write_comparison(
         "table_std": std_grid(results, comparison, title=f"{title}: standard deviations", notes=notes),
     }
     written = [write(folder / "results.csv", results_csv(results, mark))]
-    content = comparison.as_json() | ({"quick": mark} if mark else {})
+    content = comparison.as_json() | {"runs": _folders(cells, folder)} | ({"quick": mark} if mark else {})
     written.append(write(folder / "comparison.json", json.dumps(content, indent=2, allow_nan=False) + "\n"))
     written += write_grids(folder, grids)
     written.append(write(folder / "README.md", "\n".join(_words(comparison, grids["table"], cells)) + "\n"))
     return written + draw_comparison(folder / "figures", cells, results, comparison, mark=mark)
+
+
+def _folders(cells: Sequence[Cell], folder: Path) -> dict[str, str]:
+    """The run folder of every finished cell, relative to the comparison's: both may be moved together."""
+    here = folder.absolute()
+    return {
+        str(cell): Path(os.path.relpath(cell.key.absolute(), here)).as_posix() for cell in cells if cell.run.finished
+    }
 
 
 def results_csv(results: pd.DataFrame, mark: str = "") -> str:

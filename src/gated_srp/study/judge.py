@@ -79,7 +79,20 @@ def beside_published(study: Study, results: pd.DataFrame) -> pd.DataFrame:
                         "verdict": "not published" if printed is None else found.word if len(values) else "not run",
                     }
                 )
-    return pd.DataFrame(lines)
+    frame = pd.DataFrame(lines)
+    return _beside_base(frame, study.rows[0].name) if study.kind == "runtime" else frame
+
+
+def _beside_base(lines: pd.DataFrame, base: str) -> pd.DataFrame:
+    """With ratios to the base row: what a machine's speed and memory have in common with another machine's. Nothing is judged."""
+    own = lines[lines["row"] == base].set_index(["cohort", "metric"])
+    at = pd.MultiIndex.from_frame(lines[["cohort", "metric"]])
+    ratios = {
+        name: lines[column].to_numpy() / own[column].reindex(at).to_numpy()
+        for name, column in (("times_base", "mean"), ("published_times_base", "published"))
+    }
+    verdict = lines["verdict"].replace(["compatible", "not compatible"], "not judged")
+    return lines.assign(**ratios, low=math.nan, high=math.nan, verdict=verdict)
 
 
 def _number(table: PublishedTable | None, row: str, cohort: str, metric: str) -> float | None:

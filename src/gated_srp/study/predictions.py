@@ -22,9 +22,9 @@ _TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
 
 
 def read_predictions(path: str | Path) -> pd.DataFrame:
-    """A predictions table; ids and class names stay text, whatever they spell."""
+    """A predictions table; ids and class names stay text, whatever they spell, and numbers are the ones that were written."""
     try:
-        frame = pd.read_csv(path, dtype=_TEXT, keep_default_na=False)
+        frame = pd.read_csv(path, dtype=_TEXT, keep_default_na=False, float_precision="round_trip")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as predictions ({error}). Run `gated-srp predict` again.") from None
     if "case" not in frame:

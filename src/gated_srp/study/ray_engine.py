@@ -24,11 +24,12 @@ def run_ray(
     cpus: float = 2,
     memory: float = 0.0,
     tick: Callable[[], None] = lambda: None,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] = (),
 ) -> None:
     """Run all waiting cells on the cluster at ``address`` (None: the one already connected to, else a new local one).
 
-    ``cpus`` and ``memory`` (bytes) are what a cell asks for; a GPU too, where the cluster has any.
+    ``cpus`` and ``memory`` (bytes) are what a cell asks for; a GPU too, where the cluster has any. ``command`` runs instead
+    of `gated_srp.study.cell`, which each machine starts with its own Python.
     """
     ray = _ray()
     if not ray.is_initialized():
@@ -84,7 +85,7 @@ def _cell(spec: dict[str, Any], command: tuple[str, ...], threads: int) -> float
     start = time.monotonic()
     share = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}  # Ray has set them to 1
     process = subprocess.Popen(
-        command,
+        command or COMMAND,  # that of this machine: Ray imports this module there
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
