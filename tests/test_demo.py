@@ -102,7 +102,9 @@ def test_the_words_name_what_the_recipe_does():
     words = Recipe().words()
     assert "These data are generated" in words and "no other arm was run" in words
     assert (
-        "240 slides of 200 patients" in words and "8 to 20 small foci" in words and "by 5 standard deviations" in words
+        "240 slides of 200 patients" in words
+        and "8 to 20 small foci" in words
+        and "by 3.5 standard deviations" in words
     )
 
 
