@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gated_srp.cli.screen import console, say
+
 if TYPE_CHECKING:
     from gated_srp.bench import Figure, Row
 
@@ -16,6 +18,12 @@ def bench(
     data: Annotated[bool, typer.Option("--data", help="How fast bags load instead.")] = False,
     training: Annotated[
         bool, typer.Option("--training", help="An epoch of 64 bags from disk instead (20 minutes).")
+    ] = False,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="What attach adds to a ViT-S/16 of others instead (5 minutes).")
+    ] = False,
+    extract: Annotated[
+        bool, typer.Option("--extract", help="How fast a slide is extracted, beside the encoder alone, instead.")
     ] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
 ) -> None:
@@ -30,7 +38,11 @@ def bench(
         _bench_data(output)
     if training:
         _bench_training(output)
-    if not data and not training:
+    if attach:
+        _bench_attach(output)
+    if extract:
+        _bench_extract(output)
+    if not (data or training or attach or extract):
         _bench_models(full, output)
 
 
@@ -39,7 +51,7 @@ def _bench_data(output: Path | None) -> None:
 
     rows = measure_loading()
     for row in rows:
-        typer.echo(f"{row['what']:32} {row['seconds']:8.3f} s   {row['ratio']:6.2f} x the cache's second epoch")
+        say(f"{row['what']:32} {row['seconds']:8.3f} s   {row['ratio']:6.2f} x the cache's second epoch")
     _write_json(rows, output)
 
 
@@ -50,11 +62,38 @@ def _bench_training(output: Path | None) -> None:
 
     epochs = measure_training(dtypes=("float32", "bfloat16"))
     for epoch in epochs:
-        typer.echo(
+        say(
             f"{epoch.dtype}: epoch {epoch.loop:.1f} s, bare steps {epoch.bare:.1f} s, textbook float32 {epoch.textbook:.1f} s; "
             f"textbook / ours {epoch.textbook / epoch.loop:.2f}, loop over bare steps {epoch.loop / epoch.bare:.3f}"
         )
     _write_json([asdict(epoch) for epoch in epochs], output)
+
+
+def _bench_attach(output: Path | None) -> None:
+    from dataclasses import asdict
+
+    from gated_srp.bench.attach import BOUND, measure_attach
+
+    costs = measure_attach()
+    for cost in costs:
+        say(
+            f"{cost.family:12} {cost.phase:8} untouched {cost.untouched:.3f} s, attached {cost.attached:.3f} s, "
+            f"ratio {cost.ratio:.3f} (promised <= {BOUND}: {'yes' if cost.ratio <= BOUND else 'no'})"
+        )
+    _write_json([{**asdict(cost), "ratio": cost.ratio} for cost in costs], output)
+
+
+def _bench_extract(output: Path | None) -> None:
+    from dataclasses import asdict
+
+    from gated_srp.bench.extract import BOUND, measure_extraction
+
+    found = measure_extraction()
+    say(
+        f"{found.encoder}: {found.patches:,} patches of a slide at {found.extraction:.1f} a second; the encoder alone, before and after: "
+        f"{found.alone[0]:.1f}, {found.alone[1]:.1f}; share {found.share:.3f} (promised >= {BOUND}: {'yes' if found.share >= BOUND else 'no'})"
+    )
+    _write_json([{**asdict(found), "share": found.share}], output)
 
 
 def _bench_models(full: bool, output: Path | None) -> None:
@@ -62,16 +101,16 @@ def _bench_models(full: bool, output: Path | None) -> None:
 
     rows: list[Row] = []
     for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
-        typer.echo(f"timing {tokens:,} patches ...")
-        rows += measure.time_arms(tokens, repeats=3 if tokens > 20_000 else 5)
+        say(f"timing {tokens:,} patches ...")
+        rows += measure.time_arms(tokens, repeats=3 if tokens > 20_000 else 8)
         if tokens >= 10_000:
-            typer.echo(f"memory of {tokens:,} patches, each figure in a process of its own ...")
+            say(f"memory of {tokens:,} patches, each figure in a process of its own ...")
             rows += measure.memory_arms(tokens)
         _save(rows, output)
     figures = measure.figures(rows)
     if full:
         rows += measure.growth((10_000, 160_000))
-        typer.echo("one slide of 1,000,000 patches, half precision, memory-mapped ...")
+        say("one slide of 1,000,000 patches, half precision, memory-mapped ...")
         rows.append(measure.peak(1_000_000, "stream", "gated_srp", "float16"))
         figures += measure.full_figures(rows)
         _save(rows, output)
@@ -102,13 +141,12 @@ def _describe_machine() -> None:
     from gated_srp.machine import bf16_environment, processor
 
     note = ", bf16 without AMX (this machine announces it and cannot run it)" if bf16_environment() else ""
-    typer.echo(
+    say(
         f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}{note}"
     )
 
 
 def _print_rows(rows: "list[Row]") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("patches", "phase", "arm", "dtype", "seconds", "peak MB", title="measurements")
@@ -122,11 +160,11 @@ def _print_rows(rows: "list[Row]") -> None:
             seconds,
             "" if row.peak_mb is None else f"{row.peak_mb:,.0f}",
         )
-    Console().print(table)
+    with console() as page:
+        page.print(table)
 
 
 def _print_figures(figures: "list[Figure]", rate: float) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -141,4 +179,5 @@ def _print_figures(figures: "list[Figure]", rate: float) -> None:
             f"{sign} {figure.bound:g}",
             "yes" if figure.holds else "no",
         )
-    Console().print(table)
+    with console() as page:
+        page.print(table)
