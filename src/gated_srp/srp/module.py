@@ -10,7 +10,7 @@ from gated_srp.errors import UserError
 from gated_srp.srp.coefficient import Coefficient, SignedGate
 from gated_srp.srp.direction import Direction, NeighbourMean
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.projection import along, corrected_linear, length, measure, project, unit
+from gated_srp.srp.projection import along, corrected, corrected_linear, length, measure, project, unit
 
 
 class GatedSRP(nn.Module):
@@ -45,16 +45,21 @@ class GatedSRP(nn.Module):
         """The corrected heads, in the shape and dtype of y."""
         self._check(y, v, graph)
         y_rows, v_rows = _rows(y), _rows(v)  # (R, H, D)
-        axis = unit(self.direction(v_rows, graph))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient.live):
-            component, norm = along(y_rows, axis), length(y_rows)  # (R, H)
-        beta = self.coefficient(component, norm, graph)
-        z = project(y_rows, axis, beta)
+        axis = self.direction(v_rows, graph)
+        if self._composed():
+            axis = unit(axis)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient.live):
+                component, norm = along(y_rows, axis), length(y_rows)  # (R, H)
+            z = project(y_rows, axis, self.coefficient(component, norm, graph))
+        else:
+            measured = measure(y_rows, lambda rows: axis[rows])
+            beta = self.coefficient(measured.component, measured.norm, graph)
+            z = corrected(y_rows, axis, beta, measured)
         return z.view(len(y), -1, *z.shape[1:]).transpose(1, 2)  # (B, H, L, D)
 
     def linear(self, y: Tensor, v: Tensor, graph: PatchGraph, layer: nn.Linear) -> Tensor:
         """layer(merge_heads(self(y, v, graph))), with the corrected heads recomputed in backward instead of kept: (B, L, O)."""
-        if self.direction.learned or self.coefficient.live or torch.compiler.is_compiling():
+        if self._composed():
             z = self(y, v, graph)
             merged: Tensor = layer(z.transpose(1, 2).flatten(2))
             return merged
@@ -73,6 +78,10 @@ class GatedSRP(nn.Module):
             y_rows.to(dtype), v_rows, beta, weights, measured, lambda values: self.direction.axis_at(values, graph)
         )
         return rows.view(len(y), -1, rows.shape[-1])
+
+    def _composed(self) -> bool:
+        """Whether the equations are left to autograd or a compiler, one by one, instead of passing over row chunks."""
+        return self.direction.learned or self.coefficient.live or torch.compiler.is_compiling()
 
     def _check(self, y: Tensor, v: Tensor, graph: PatchGraph) -> None:
         if y.ndim != 4 or y.shape != v.shape or y.shape[1] != self.num_heads:

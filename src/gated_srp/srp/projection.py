@@ -130,6 +130,38 @@ def measure(y: Tensor, axis_at: AxisAt) -> Measured:
         return Measured(scale, component, norm)
 
 
+class _Correct(torch.autograd.Function):
+    """`project` along an axis that gets no gradient, in row chunks; it keeps the axis and three numbers a row and head."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, axis: Tensor, beta: Tensor, measured: Measured) -> Tensor:
+        ctx.save_for_backward(axis, beta, measured.component, measured.scale)
+        amount = beta * measured.component * measured.scale  # (R, H), of the axis before it is normalised
+        z = y.new_empty(y.shape)
+        for rows in chunks(y):
+            z[rows] = remove(y[rows], axis[rows], amount[rows])
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        axis, beta, component, scale = ctx.saved_tensors
+        (dz,) = grads
+        strength = beta * scale
+        dy, dbeta = dz.new_empty(dz.shape), torch.empty_like(beta)
+        for rows in chunks(dz):
+            slope = along(dz[rows], axis[rows]) * scale[rows]
+            dy[rows] = remove(dz[rows], axis[rows], strength[rows] * slope)
+            dbeta[rows] = -component[rows] * slope
+        return dy, None, dbeta, None
+
+
+def corrected(y: Tensor, axis: Tensor, beta: Tensor, measured: Measured) -> Tensor:
+    """project(y, unit(axis), beta) for an axis that gets no gradient and was measured: (R, H, D)."""
+    result: Tensor = _Correct.apply(y, axis, beta, measured)  # type: ignore[no-untyped-call]
+    return result
+
+
 class _CorrectedLinear(torch.autograd.Function):
     """project + linear in row chunks; axis and corrected rows are recomputed in backward instead of kept.
 
