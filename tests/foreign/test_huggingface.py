@@ -1,6 +1,8 @@
 """Gated SRP in Hugging Face transformers, through its attention interface. Random weights, no downloads."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -99,16 +101,29 @@ def test_every_supported_model_type_has_a_case():
     assert set(FRONT) <= set(CASES)
 
 
-def test_autocast_keeps_the_identity():
-    check_autocast(CASES["vit"])
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_keeps_the_identity(name):
+    check_autocast(CASES[name])
 
 
-def test_a_compiled_model_is_corrected():
-    check_compile(CASES["vit"])
+@pytest.mark.parametrize("name", MAIN)
+def test_a_compiled_model_is_corrected(name):
+    check_compile(CASES[name])
 
 
-def test_gates_go_through_a_file(tmp_path):
-    check_gate_files(CASES["dinov2"], tmp_path)
+@pytest.mark.parametrize("name", ["dinov2", *MAIN])
+def test_gates_go_through_a_file(name, tmp_path):
+    check_gate_files(CASES[name], tmp_path)
+
+
+def test_a_model_is_unpickled_where_nothing_was_attached_yet(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    model, _ = CASES["vit"].attached()
+    out, dump = CASES["vit"](model), pickle.dumps(model)
+    for name in [name for name in functions.valid_keys() if name.startswith("gated_srp_")]:
+        monkeypatch.delitem(type(functions)._global_mapping, name)  # as in a process of its own
+    assert torch.equal(CASES["vit"](pickle.loads(dump)), out)
 
 
 def test_an_attached_vit_equals_our_own_blocks():
@@ -120,6 +135,38 @@ def test_an_attached_vit_equals_our_own_blocks():
         return Weights(layer.layernorm_before, qkv, a.o_proj, layer.layernorm_after, layer.mlp.fc1, layer.mlp.fc2)
 
     check_equals_our_own_blocks(CASES["vit"], model, list(model.vit.layers), parts)
+
+
+def test_an_attached_siglip_without_cls_equals_our_own_blocks():
+    one = case("siglip", "SiglipVisionModel", "SiglipVisionConfig", ALL, 0, hidden_act="gelu")  # exact, as ours
+    model, _ = one.attached()
+
+    def parts(layer: torch.nn.Module) -> Weights:
+        a = layer.self_attn
+        qkv = [(p.weight, p.bias) for p in (a.q_proj, a.k_proj, a.v_proj)]
+        return Weights(layer.layer_norm1, qkv, a.out_proj, layer.layer_norm2, layer.mlp.fc1, layer.mlp.fc2)
+
+    check_equals_our_own_blocks(one, model, list(model.encoder.layers), parts)
+
+
+def test_an_attached_dinov2_with_registers_equals_our_own_blocks():
+    one = CASES["dinov2_with_registers"]
+    model, _ = one.attached()
+
+    def scaled(linear: torch.nn.Linear, scale: torch.nn.Module) -> torch.nn.Linear:
+        """The layer scale behind a linear layer, as part of it."""
+        folded = copy.deepcopy(linear)
+        folded.weight.data *= scale.lambda1.data[:, None]
+        folded.bias.data *= scale.lambda1.data
+        return folded
+
+    def parts(layer: torch.nn.Module) -> Weights:
+        a, mlp = layer.attention, layer.mlp
+        qkv = [(p.weight, p.bias) for p in (a.q_proj, a.k_proj, a.v_proj)]
+        proj, fc2 = scaled(a.o_proj, layer.layer_scale1), scaled(mlp.fc2, layer.layer_scale2)
+        return Weights(layer.norm1, qkv, proj, layer.norm2, mlp.fc1, fc2)
+
+    check_equals_our_own_blocks(one, model, list(model.dinov2_with_registers.encoder.layer), parts)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
