@@ -85,7 +85,8 @@ def test_mini_batches_are_windows_of_single_images(make):
     )
     found, forwards = [], []
     for way in ways:
-        training, material = make(**{f"train__{key}": value for key, value in way.items()})
+        # Adam would enlarge differences of rounding: the weights stand still.
+        training, material = make(train__lr=1e-12, **{f"train__{key}": value for key, value in way.items()})
         sizes = []
         training.model.register_forward_pre_hook(lambda module, args, sizes=sizes: sizes.append(len(args[0])))
         found.append(gradients(training, material.rows("train")))
