@@ -18,6 +18,7 @@ from toy_cohorts import open_config
 from gated_srp.data.dataset import BagLoader, together
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card
+from gated_srp.report.values import look
 from gated_srp.streams import stream
 from gated_srp.training import Interrupted, train_run
 from gated_srp.training.evaluate import evaluate_run
@@ -237,6 +238,11 @@ def test_a_labelled_cohort_of_images_is_evaluated(finished, tmp_path):
         UserError, match=r"a cohort of feature files, but .* was trained on images\. Name those with `images`"
     ):
         evaluate_run(finished, of_slides)
+
+
+def test_maps_of_slides_are_refused_for_a_model_of_images(finished, tmp_path):
+    with pytest.raises(UserError, match="a model of images; maps are drawn of slides"):
+        look(finished, write_image(tmp_path / "a.png", 0, (0, 0)))
 
 
 def test_slide_arms_and_image_arms_do_not_mix(cohort, tmp_path):

@@ -1,5 +1,6 @@
 import pandas as pd
 import pytest
+from image_cohorts import write_images
 from toy_cohorts import open_config, write_cohort
 
 from gated_srp.errors import UserError
@@ -8,13 +9,26 @@ from gated_srp.training import train_run
 
 def test_two_ranks_compute_what_one_computes_also_in_windows_smaller_than_they_are(tmp_path):
     yaml = write_cohort(tmp_path, slides=22, train={"epochs": 2, "accumulation": 5})
-    one, two = (open_config(yaml, out=str(tmp_path / name)) for name in ("one", "two"))
-    runs = [
-        train_run(config, arm="gated_srp", seed=42, devices=devices, quiet=True)
-        for devices, config in ((1, one), (2, two))
-    ]
+    runs = by_one_and_by_two(yaml, "gated_srp")
     parts = pd.read_csv(runs[0] / "split.csv")["split"].value_counts()
     assert parts["train"] % 5 == 1  # the last window has one bag for two ranks
+    compare(runs)
+
+
+def test_two_ranks_share_batches_of_images(tmp_path):
+    yaml = write_images(tmp_path, count=30, train={"epochs": 2, "batch_size": 3, "accumulation": 2})
+    runs = by_one_and_by_two(yaml, "vit_s16_gated_srp")
+    parts = pd.read_csv(runs[0] / "split.csv")["split"].value_counts()
+    assert parts["train"] % 6 not in (0, 3)  # batches of the last window differ in size
+    compare(runs)
+
+
+def by_one_and_by_two(yaml, arm):
+    configs = [open_config(yaml, out=str(yaml.parent / name)) for name in ("one", "two")]
+    return [train_run(config, arm=arm, seed=42, devices=n, quiet=True) for n, config in enumerate(configs, 1)]
+
+
+def compare(runs):
     for name in ("history.csv", "gates.csv", "predictions_test_slide.csv"):
         pd.testing.assert_frame_equal(*(pd.read_csv(run / name) for run in runs), rtol=0, atol=1e-5)
 

@@ -77,6 +77,10 @@ def look(run: Path, file: Path, *, stride: float | None = None) -> View:
     """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows."""
     path = run / "model.safetensors" if run.is_dir() else run
     card = load_card(path)
+    if "images" in card:
+        raise UserError(
+            f"{run}: a model of images; maps are drawn of slides. `gated_srp.trace` gives its attention and beta by patch, in Python."
+        )
     bag, patches = open_patches(file, card, stride=stride)
     width = card["settings"]["in_dim"]
     if bag.features.shape[1] != width:
