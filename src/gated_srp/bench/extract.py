@@ -1,0 +1,130 @@
+"""Extraction from a generated slide, beside the encoder alone on patches that lie in memory.
+
+Shapes: N patches, S side of a patch.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from gated_srp.errors import UserError
+from gated_srp.slides.encoders import PatchEncoder, find_encoder
+from gated_srp.slides.extract import Extraction, best_device, encode, extract_slides
+from gated_srp.slides.store import Trident
+from gated_srp.slides.tiles import Tiling
+
+BOUND = 0.85  # share of the encoder's own speed that must be left
+_BLOCK = 256  # pixels of a JPEG block of the slide, as scanners write them
+_KINDS = 64  # different blocks
+_SMALLER = 4  # the slide's second level
+_WARM = 256  # patches before the clock starts
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Patches a second: of extraction in its steady state, and of the encoder alone, before and after."""
+
+    encoder: str
+    patches: int
+    extraction: float
+    alone: tuple[float, float]
+
+    @property
+    def share(self) -> float:
+        """Of the encoder's own speed that is left."""
+        return self.extraction / (sum(self.alone) / 2)
+
+
+def measure_extraction(name: str = "efficientnet_lite0", *, side: int = 64, workers: int = 2, batch: int = 16) -> Speed:
+    """A slide of ``side`` x ``side`` patches through the same function as ``gated-srp extract``, in a temporary folder."""
+    spec = find_encoder(name)
+    if side**2 <= 2 * _WARM:
+        raise UserError(
+            f"bench: {side} x {side} patches are too few to see a steady state; expected 23 or more a side."
+        )
+    encoder = spec.load().to(best_device())
+    with tempfile.TemporaryDirectory(prefix="gated-srp-bench-") as place:
+        slide = write_slide(Path(place) / "slide.tif", side * spec.tile)
+        tiling = Tiling(size=spec.tile, tissue=0.0)
+        settings = Extraction(encoder=spec, tiling=tiling, layout=Trident(Path(place)), batch=batch, workers=workers)
+        clock = _Clock()
+        before = _alone(encoder, spec.tile, batch)
+        outcome = extract_slides([slide], settings, clock)
+        after = _alone(encoder, spec.tile, batch)
+    if outcome.failed:
+        raise outcome.failed[0]
+    return Speed(name, clock.total, clock.rate(), (before, after))
+
+
+def write_slide(path: Path, side: int) -> Path:
+    """A square slide of ``side`` pixels at 20x, tissue all over, in JPEG blocks and two levels."""
+    import tifffile
+
+    rng = np.random.default_rng(0)
+    kinds = np.stack([_tissue(rng) for _ in range(_KINDS)])
+    across = -(-side // _BLOCK)
+    which = rng.integers(_KINDS, size=(across, across))
+    small = kinds[:, ::_SMALLER, ::_SMALLER]  # (kinds, s, s, 3)
+    options = {
+        "tile": (_BLOCK, _BLOCK),
+        "photometric": "ycbcr",
+        "subsampling": (2, 2),
+        "compression": "jpeg",
+        "compressionargs": {"level": 80},
+        "resolution": (2e4, 2e4),  # pixels a centimetre: 0.5 microns a pixel
+        "resolutionunit": "CENTIMETER",
+    }
+
+    def blocks() -> Iterator[np.ndarray]:
+        yield from (kinds[number] for number in which.flat)
+
+    with tifffile.TiffWriter(path) as file:
+        file.write(blocks(), shape=(side, side, 3), dtype=np.uint8, **options)
+        level = small[which].swapaxes(1, 2).reshape(across * small.shape[1], -1, 3)
+        file.write(level[: -(-side // _SMALLER), : -(-side // _SMALLER)], subfiletype=1, **options)
+    return path
+
+
+def _tissue(rng: np.random.Generator) -> np.ndarray:
+    """Pink with purple spots of a nucleus's size, (block, block, 3)."""
+    spots = Image.fromarray(rng.integers(0, 255, (_BLOCK // 10, _BLOCK // 10)).astype(np.uint8))
+    shade = np.asarray(spots.resize((_BLOCK, _BLOCK), Image.Resampling.BICUBIC), np.float32)[..., None] / 255
+    colours = np.array([225, 160, 200]) * (1 - shade) + np.array([110, 60, 140]) * shade
+    return (colours + rng.normal(0, 4, colours.shape)).clip(0, 255).astype(np.uint8)
+
+
+@dataclass
+class _Clock:
+    """When how many patches were done."""
+
+    total: int = 0
+    done: list[tuple[float, int]] = field(default_factory=list)
+
+    def slide(self, path: Path, patches: int) -> None:
+        self.done = [(time.perf_counter(), 0)]
+
+    def patches(self, number: int) -> None:
+        self.total += number
+        self.done.append((time.perf_counter(), self.total))
+
+    def finished(self, path: Path, how: str) -> None: ...
+
+    def rate(self) -> float:
+        start, first = next(mark for mark in self.done if mark[1] >= _WARM)
+        end, last = self.done[-1]
+        return (last - first) / (end - start)
+
+
+def _alone(encoder: PatchEncoder, tile: int, batch: int) -> float:
+    """Patches a second of the encoder on patches in memory."""
+    tiles = np.random.default_rng(0).integers(0, 255, (_WARM, tile, tile, 3), np.uint8)
+    encode(encoder, tiles[:batch])
+    start = time.perf_counter()
+    for first in range(0, _WARM, batch):
+        encode(encoder, tiles[first : first + batch])
+    return _WARM / (time.perf_counter() - start)
