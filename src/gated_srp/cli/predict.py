@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gated_srp.cli.screen import LOG, say
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -34,7 +36,7 @@ def predict(
     _prepare_folder(output.parent, output)
     member = open_members(runs)[0]
     files = files_for(member, features)
-    typer.echo(f"model: {member}\n{len(files)} files in {features}", err=True)
+    say(f"model: {member}\n{len(files)} files in {features}", err=True)
     reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
     with counting("slides") as of:
         found = predict_files(runs, files, reading=reading, force=force, workers=workers, progress=of)
@@ -42,15 +44,17 @@ def predict(
     table = found.table
     far = table[table["unlike_training"]].sort_values("training_distance", ascending=False)
     for slide, distance in zip(far["slide"].head(10), far["training_distance"], strict=False):
-        _warn(f"unlike the training slides: {slide}, {distance:.1f} times as far from them as the farthest of theirs")
+        LOG.warning(
+            "unlike the training slides: %s, %.1f times as far from them as the farthest of theirs", slide, distance
+        )
     if len(far) > 10:
-        _warn(f"... and {len(far) - 10} more; see the column unlike_training")
+        LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
     by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
-    typer.echo(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
+    say(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
     for line in _summary(table):
-        typer.echo(line)
+        say(line)
     for path in found.write(output):
-        typer.echo(f"written: {path}")
+        say(f"written: {path}")
 
 
 def evaluate(
@@ -84,9 +88,9 @@ def evaluate(
         )
     _say(found.notes, found.skipped)
     for line in _report(found):
-        typer.echo(line)
+        say(line)
     for path in found.write(output):
-        typer.echo(f"written: {path}")
+        say(f"written: {path}")
 
 
 def _report(found: "Evaluation") -> list[str]:
@@ -135,13 +139,9 @@ def _summary(table: "pd.DataFrame") -> list[str]:
 
 def _say(notes: tuple[str, ...], skipped: "pd.DataFrame") -> None:
     for note in notes:
-        _warn(note) if note.startswith("warning") else typer.echo(f"note: {note}", err=True)
+        LOG.warning("%s", note) if note.startswith("warning") else say(f"note: {note}", err=True)
     for row in skipped.itertuples():
-        _warn(f"skipped: {row.file}: {row.problem}")
-
-
-def _warn(text: str) -> None:
-    typer.secho(text, fg="yellow", err=True)
+        LOG.warning("skipped: %s: %s", row.file, row.problem)
 
 
 def _prepare_folder(folder: Path, target: Path) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gated_srp.cli.screen import LOG, SCREEN
+
 
 def train(
     cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
@@ -32,10 +34,16 @@ def train(
         arm = config.main_arm
     try:
         train_run(
-            config, arm=arm, seed=config.seeds[0] if seed is None else seed, fold=fold, init=init, devices=devices
+            config,
+            arm=arm,
+            seed=config.seeds[0] if seed is None else seed,
+            fold=fold,
+            init=init,
+            devices=devices,
+            quiet=SCREEN.quiet,
         )
     except Interrupted as stopped:
-        typer.echo(str(stopped), err=True)
+        LOG.warning("%s", stopped)
         raise typer.Exit(130) from None
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gated_srp.cli.screen import say
+
 if TYPE_CHECKING:
     from gated_srp.cli.study_run import Running
     from gated_srp.study.results import Comparison
@@ -220,7 +222,7 @@ def stats(
     if json is not None:
         _write_json(comparison.as_json(), json)
     for line in _lines(comparison):
-        typer.echo(line)
+        say(line)
 
 
 def _lines(comparison: "Comparison") -> Iterator[str]:

@@ -4,6 +4,7 @@ data = open_cohort(load_config("cohort.yaml"))
 slides = data.slides(seed=42)                     # one row a slide: slide, case, label(s), file, part
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,7 +73,10 @@ def open_cohort(config: CohortConfig, files: Iterable[Path] | None = None) -> Co
             f"none of {len(table.frame)} slides has a file of its name: {example}. Check `slide` and "
             f"`{'images' if config.images else 'features'}`."
         )
-    return CohortData(config, table, matches)
+    data = CohortData(config, table, matches)
+    for note in data.notes:
+        logging.getLogger(__name__).debug("%s: %s", config.name, note)
+    return data
 
 
 def find_files(config: CohortConfig) -> list[Path]:

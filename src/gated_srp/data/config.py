@@ -6,6 +6,7 @@ Strings are resolved here, once: presets, defaults of the task, paths. Everythin
 """
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -50,9 +51,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     _override(values, overrides or {}, settings)
     _complete(values, settings)
     try:
-        return CohortConfig.model_validate(values)
+        config = CohortConfig.model_validate(values)
     except ValidationError as error:
         raise _explained(error, settings) from None
+    logging.getLogger(__name__).debug("%s: %s", path, config.model_dump_json(exclude_defaults=True))
+    return config
 
 
 def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
