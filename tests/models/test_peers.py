@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from gated_srp import PatchGraph, UserError, trace
 from gated_srp.models import ARMS, build_model, load_model, save_model
 from gated_srp.models.local import LocalAttention
-from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, smooth_svm, srp_abmil
+from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, counter_draws, smooth_svm, srp_abmil
 from gated_srp.models.slide import initialise
 from gated_srp.models.transmil import TransMIL
 
@@ -308,6 +308,35 @@ def test_dropout_of_a_peer_changes_with_its_seed_and_is_off_in_evaluation():
     assert not torch.equal(one, two)
     model.eval()
     assert torch.equal(model(features, graph, torch.tensor([1])), model(features, graph))
+
+
+def test_dropout_of_a_peer_drops_its_rate_and_keeps_the_mean():
+    model = ABMIL(10, 3, dropout=0.25).train()
+    kept = model.drop(torch.ones(300, 400), torch.tensor([2**61 + 7]))
+    assert set(kept.unique().tolist()) == {0.0, pytest.approx(4 / 3)}
+    share = (kept == 0).double()
+    assert float(share.mean()) == pytest.approx(0.25, abs=4 * 0.433 / math.sqrt(120_000))
+    assert share.mean(0).sub(0.25).abs().max() < 5 * 0.433 / math.sqrt(300)  # no column, no row is favoured
+    assert share.mean(1).sub(0.25).abs().max() < 5 * 0.433 / math.sqrt(400)
+    again = model.drop(torch.ones(300, 400), torch.tensor([2**61 + 7]))
+    assert torch.equal(again, kept)
+
+
+def test_draws_of_other_seeds_and_places_have_nothing_in_common():
+    pairs = [(1, 0), (1, 1), (2, 0), (2**61, 0), (2**61, 1)]
+    draws = [counter_draws(40_000, torch.tensor([seed]), place).double() for seed, place in pairs]
+    common = torch.corrcoef(torch.stack([*draws, draws[0].roll(1), draws[0].roll(400)]))
+    assert (common - torch.eye(7)).abs().max() < 5 / math.sqrt(40_000)
+    assert all(float(d.min()) >= 0 and float(d.max()) < 2**31 and len(d.unique()) > 39_990 for d in draws)
+
+
+def test_dropout_of_a_peer_never_asks_the_device_for_a_number():
+    """A meta tensor has no numbers: whatever waits for one fails on it."""
+    model = ABMIL(10, 3, dropout=0.25).train()
+    x, keep = torch.empty(2, 3, device="meta"), model.draw_keep(1, device="meta")
+    assert model.drop(x, keep, 1).device.type == "meta"
+    with pytest.raises(RuntimeError):
+        int(keep)
 
 
 def test_peers_take_bags_of_one_length_alone():

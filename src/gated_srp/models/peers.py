@@ -14,11 +14,12 @@ from gated_srp.errors import UserError
 from gated_srp.models.nystrom import check_one_length
 from gated_srp.models.slide import Loss, SlideModel
 from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
+from gated_srp.srp.projection import chunks
 
 
 class Peer(SlideModel):
-    """A model of another publication. ``drop_path`` is the rate of its dropout, whose random numbers come from the seed in
-    ``keep``; models with a loss on patches add it in `training_loss`.
+    """A model of another publication. ``drop_path`` is the rate of its dropout, whose random numbers are made on
+    the device from the seed in ``keep``; models with a loss on patches add it in `training_loss`.
     """
 
     def __init__(self, in_dim: int, *, dropout: float = 0.0) -> None:
@@ -40,8 +41,8 @@ class Peer(SlideModel):
             return x
         if keep is None:
             return F.dropout(x, self.drop_path)
-        draws = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(keep) + place)).to(x.device)
-        return x * (draws >= self.drop_path) / (1 - self.drop_path)
+        draws = counter_draws(x.numel(), keep, place).view(x.shape)
+        return x * (draws >= int(self.drop_path * 2**31)) / (1 - self.drop_path)
 
     def rows(self, features: Tensor, graph: PatchGraph) -> Tensor:
         """The features in the dtype of the weights, after a look at their shape."""
@@ -228,6 +229,29 @@ class CLAM(ABMIL):
             below = smooth_svm(head(low), torch.zeros_like(order[:count]))
             losses.append(torch.where(inside.bool(), (high + below) / 2, high))
         return torch.stack(losses).mean()
+
+
+def counter_draws(count: int, seed: Tensor, place: int = 0) -> Tensor:
+    """``count`` random integers in [0, 2^31), int32, of a seed (1,) and a place, on the seed's device.
+
+    Counters are mixed (the finaliser of MurmurHash3, keyed), since a generator would have to be seeded with a number out of
+    the device's memory, for which the host had to wait. Every device draws the same.
+    """
+    # Products wrap around, which spreads seeds and places that lie close to each other.
+    key = (seed * 0x9E3779B97F4A7C1 + place) * 0x2545F4914F6CDD1D
+    key = (key ^ (key >> 29)) * 0xBF58476D1CE4E5B
+    first, second = (key & 0x7FFFFFFF).int(), ((key >> 32) & 0x7FFFFFFF).int()
+    draws = torch.arange(count, dtype=torch.int32, device=seed.device)
+    for part in chunks(draws, 2**16):
+        x = draws[part]
+        x ^= first
+        for shift, factor, add in ((16, 0x85EBCA6B - 2**32, second), (13, 0xC2B2AE35 - 2**32, first)):
+            x ^= (x >> shift).bitwise_and_(2 ** (32 - shift) - 1)
+            x *= factor
+            x += add
+        x ^= (x >> 16).bitwise_and_(0xFFFF)
+        x &= 0x7FFFFFFF
+    return draws
 
 
 def smooth_svm(scores: Tensor, target: Tensor) -> Tensor:
