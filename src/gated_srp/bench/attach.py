@@ -71,16 +71,10 @@ class HuggingFaceViT(nn.Module):
         super().__init__()
         from transformers import ViTConfig, ViTForImageClassification
 
-        config = ViTConfig(
-            hidden_size=size.dim,
-            num_hidden_layers=size.depth,
-            num_attention_heads=size.num_heads,
-            intermediate_size=4 * size.dim,
-            image_size=size.image,
-            patch_size=size.patch,
-            num_labels=CLASSES,
-        )
-        self.model = ViTForImageClassification(config)
+        settings: dict[str, int] = {"hidden_size": size.dim, "intermediate_size": 4 * size.dim, "num_labels": CLASSES}
+        settings |= {"num_hidden_layers": size.depth, "num_attention_heads": size.num_heads}
+        settings |= {"image_size": size.image, "patch_size": size.patch}
+        self.model = ViTForImageClassification(ViTConfig(**settings))
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.model(pixel_values=images).logits

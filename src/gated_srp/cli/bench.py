@@ -20,7 +20,7 @@ def bench(
         bool, typer.Option("--training", help="An epoch of 64 bags from disk instead (20 minutes).")
     ] = False,
     attach: Annotated[
-        bool, typer.Option("--attach", help="What attach adds to a ViT-S/16 of others instead (5 minutes).")
+        bool, typer.Option("--attach", help="What attach adds to a ViT-S/16 of others instead (3 minutes).")
     ] = False,
     extract: Annotated[
         bool, typer.Option("--extract", help="How fast a slide is extracted, beside the encoder alone, instead.")
