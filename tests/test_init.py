@@ -71,6 +71,15 @@ def test_two_tasks_are_a_choice_and_each_choice_works(home):
         assert load_config(home / "cohort.yaml").task == task
 
 
+def test_the_only_column_that_can_be_classes_is_not_asked_for(home):
+    path = table(home, Diagnosis=list("ababab"), age=[41, 42, 43, 44, 45, 46])
+    draft = draft_cohort(home / "job", path, home)
+    assert yaml.safe_load(draft.text)["target"] == "Diagnosis" and draft.choices == []
+    assert "# the only column that can be classes" in draft.text and "Diagnosis: a (3), b (3)" in draft.seen
+    two = draft_cohort(home / "job", table(home, Diagnosis=list("ababab"), sex=list("fmmffm")), home)
+    assert "target" not in yaml.safe_load(two.text) and len(two.choices) == 1
+
+
 def test_patient_columns_that_disagree_are_a_choice(home):
     path = table(home, case_id=["c0", "c0", "c0", "c1", "c1", "c1"], label=list("ababab"))
     draft = draft_cohort(home / "job", path, home)

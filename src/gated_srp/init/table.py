@@ -71,8 +71,9 @@ def _grouping(column: pd.Series[Any]) -> tuple[int, ...]:
 def put_task(draft: Draft, frame: pd.DataFrame, table: Path) -> Task | None:
     """What is to be learnt, if the columns leave no doubt. ``frame`` is without the columns of ids."""
     draft.say()
+    alone = _only_classes(frame)
     try:
-        columns, task, _ = resolve_columns(frame, Columns(), None, table)
+        columns, task, _ = resolve_columns(frame, Columns(target=alone), None, table)
         order = read_classes(frame[str(columns.target)], None, table)[1] if task == "classification" else ()
     except UserError:
         _offer_targets(draft, frame)
@@ -84,7 +85,7 @@ def put_task(draft: Draft, frame: pd.DataFrame, table: Path) -> Task | None:
         draft.put("time", columns.time)
         draft.put(status, column, f"{_MEANINGS[status]}; {_examples(frame[column])}")
     else:
-        draft.put("target", columns.target)
+        draft.put("target", columns.target, "the only column that can be classes" if alone else "")
         draft.lines.append(f"# {setting('classes', list(order), 'to set their order')}")
         draft.seen.append(f"{columns.target}: {_examples(frame[str(columns.target)])}")
     draft.seen.append(f"task: {task}")
@@ -109,6 +110,14 @@ def _offer_targets(draft: Draft, frame: pd.DataFrame) -> None:
         draft.lines.append(f"# {setting('time', name)}")
     for key, name in status or [("event", "event")]:
         draft.lines.append(f"# {setting(key, name, _MEANINGS[key])}")
+
+
+def _only_classes(frame: pd.DataFrame) -> str | None:
+    """The one column that can be classes, where none has the usual name of anything to predict."""
+    if any(usual_columns(frame, USUAL[key]) for key in ("target", "time", *_MEANINGS)):
+        return None
+    found = [str(name) for name in frame.columns if _could_be_classes(frame[name])]
+    return found[0] if len(found) == 1 else None
 
 
 def _could_be_classes(column: pd.Series[Any]) -> bool:
