@@ -6,6 +6,7 @@ Shapes: B images, C channels, N patches.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class HuggingFaceViT(nn.Module):
         super().__init__()
         from transformers import ViTConfig, ViTForImageClassification
 
-        settings: dict[str, int] = {"hidden_size": size.dim, "intermediate_size": 4 * size.dim, "num_labels": CLASSES}
+        settings: dict[str, Any] = {"hidden_size": size.dim, "intermediate_size": 4 * size.dim, "num_labels": CLASSES}
         settings |= {"num_hidden_layers": size.depth, "num_attention_heads": size.num_heads}
         settings |= {"image_size": size.image, "patch_size": size.patch}
         self.model = ViTForImageClassification(ViTConfig(**settings))
