@@ -46,7 +46,7 @@ class Neighbourhood:
         if self.measured:
             rows = self._fit(*tokens.shape[:2], tokens.device)
             # A model that has gone wrong stays its own judge: NaN comes out of it, not an error of ours.
-            self._rows = rows.with_features(tokens.detach().nan_to_num(0.0, 0.0, 0.0).flatten(0, 1))
+            self._rows = rows.with_tokens(tokens.detach().nan_to_num(0.0, 0.0, 0.0).flatten(0, 1))
 
     def rows(self, y: Tensor) -> PatchGraph:
         """The graph of all B * L rows of heads y (B, H, L, D)."""

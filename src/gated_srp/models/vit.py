@@ -36,7 +36,7 @@ class ImageTransformer(SlideTransformer):
     def tokens(self, features: Tensor, graph: PatchGraph) -> tuple[Tensor, PatchGraph]:
         x, rows = super().tokens(features, graph)
         x = x + self.pos_embed.to(x.dtype)  # (B, L, C)
-        return x, rows.with_features(x.flatten(0, 1)) if self.gated else rows
+        return x, rows.with_tokens(x.flatten(0, 1)) if self.gated else rows
 
     def _check(self, features: Tensor, graph: PatchGraph) -> None:
         super()._check(features, graph)

@@ -119,10 +119,7 @@ class PatchGraph:
 
     def sum(self, rows: Tensor, part: slice) -> Tensor:
         """`neighbour_sum` over the lists of ``part`` alone."""
-        if part == slice(0, self.num_rows):
-            return neighbour_sum(rows, self.neighbours, self.offsets)
-        ends = self.offsets[part.start : part.stop + 1]
-        return neighbour_sum(rows, self.neighbours[ends[0] : ends[-1]], ends - ends[0])
+        return neighbour_sum(rows, *_lists(self.neighbours, self.offsets, part))
 
     def with_isolated(self, before: int = 0, after: int = 0) -> Self:
         """Rows without neighbours in front of (CLS, registers) and behind (padding) each bag's rows."""
@@ -154,8 +151,17 @@ class PatchGraph:
         )
 
     def with_features(self, features: Tensor) -> Self:
-        """The same lists with h_local of these raw features, (B * L, C)."""
-        return replace(self, homogeneity=homogeneity(features, self.neighbours, self.offsets))
+        """The same lists with h_local of these raw features, (B * L, C); features that are not finite are refused."""
+        rows = wide(features.detach())
+        norms = torch.linalg.vector_norm(rows, dim=-1)
+        _check_finite(norms)
+        return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
+
+    def with_tokens(self, tokens: Tensor) -> Self:
+        """`with_features` inside a forward: nothing is refused, so that nothing waits for a device."""
+        rows = wide(tokens.detach())
+        norms = torch.linalg.vector_norm(rows, dim=-1)
+        return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
 
     def to(self, device: torch.device | str) -> Self:
         return replace(
@@ -174,29 +180,38 @@ class PatchGraph:
 torch.export.register_dataclass(PatchGraph, serialized_type_name="gated_srp.PatchGraph")
 
 
-def homogeneity(features: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
+def homogeneity(rows: Tensor, norms: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
     """h_local: mean over neighbours of cos(phi_i, phi_j) = <phi_i / |phi_i|, mean of phi_j / |phi_j|>; 0 without neighbours.
 
-    ``features`` (L, C) -> (L,). A zero feature has cosine 0 to everything.
+    ``rows`` (L, C) are the features phi and ``norms`` (L,) their lengths -> (L,). A zero feature has cosine 0 to everything.
     """
-    rows = wide(features.detach())
-    norms = torch.linalg.vector_norm(rows, dim=-1)  # (L,)
-    if not torch.isfinite(norms).all():
-        bad = (~torch.isfinite(norms)).nonzero().flatten()
-        raise UserError(
-            f"features: {len(bad)} of {len(norms)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}. "
-            "Drop those rows together with their coordinates, or extract the slide again."
-        )
     scale = torch.where(norms > 0, 1 / norms, 0.0)
     out = torch.empty_like(norms)
     for part in chunks(rows, 128):  # no copy of all features: fresh memory costs more than the arithmetic
-        ends = offsets[part.start : part.stop + 1]
-        found = neighbours[ends[0] : ends[-1]]
+        found, starts = _lists(neighbours, offsets, part)
         around = F.embedding_bag(
-            found, rows, ends - ends[0], mode="sum", include_last_offset=True, per_sample_weights=scale[found]
+            found, rows, starts, mode="sum", include_last_offset=True, per_sample_weights=scale[found]
         )
         out[part] = around.mul_(rows[part]).sum(-1)  # <phi_i, sum of the neighbours' unit features>
     return (out * scale / offsets.diff().clamp(min=1)).float()
+
+
+def _check_finite(norms: Tensor) -> None:
+    good = torch.isfinite(norms)
+    if not good.all():
+        bad = (~good).nonzero().flatten()
+        raise UserError(
+            f"features: {len(bad)} of {len(good)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}. "
+            "Drop those rows together with their coordinates, or extract the slide again."
+        )
+
+
+def _lists(neighbours: Tensor, offsets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """The lists of some rows alone; those of all rows without asking a device where they begin."""
+    if part == slice(0, len(offsets) - 1):
+        return neighbours, offsets
+    ends = offsets[part.start : part.stop + 1]
+    return neighbours[ends[0] : ends[-1]], ends - ends[0]
 
 
 def _offsets(counts: Tensor) -> Tensor:
