@@ -111,6 +111,12 @@ def test_several_slides_in_one_cell_become_rows_of_the_same_patient(tmp_path: Pa
     assert "3 cells of 'slide' list several slides; each becomes a row" in table.notes
 
 
+def test_a_cell_that_names_a_file_is_one_slide_whatever_signs_are_in_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, 'patient,slide,label\nP1,"s,1 x.svs",0\nP2,"f/a.svs,f/b.svs",1\n')
+    table = read_table(path, files=[Path(f"f/{name}.h5") for name in ("S,1 x", "a", "b")])
+    assert rows(table, "slide", "case") == [("s,1 x.svs", "P1"), ("f/a.svs", "P2"), ("f/b.svs", "P2")]
+
+
 def test_a_patients_row_stands_for_all_files_that_start_with_the_patients_id(tmp_path: Path) -> None:
     path = write(tmp_path, "patient,label\nP1,0\nP10,1\nP3,1\n")
     table = read_table(path, files=[Path("f/P1_a.h5"), Path("f/P1_b.svs.h5"), Path("f/P10.h5"), Path("f/other.h5")])

@@ -75,7 +75,12 @@ def tidy_table(
     columns, task, found = resolve_columns(frame, columns, task, where)
     log.notes += found
     labels, order = _labels(frame, columns, task, classes=classes, where=where)
-    ids = read_ids(frame, columns, log) if slide_table is None else join_ids(frame, columns, Path(slide_table), log)
+    files = None if files is None else list(files)
+    ids = (
+        read_ids(frame, columns, log, files or ())
+        if slide_table is None
+        else join_ids(frame, columns, Path(slide_table), log)
+    )
     rows = fill_cases(fill_slides(ids, files, log), log).join(labels, on="row")
     if task == "classification":
         named = frame[str(columns.target)].notna().reindex(rows["row"]).to_numpy()

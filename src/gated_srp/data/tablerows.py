@@ -38,8 +38,11 @@ class Log:
         return rows[~gone].copy()
 
 
-def read_ids(frame: pd.DataFrame, columns: Columns, log: Log) -> pd.DataFrame:
-    """Columns row (in the file), slide, case and, if there is one, site; one row for each slide named in a cell."""
+def read_ids(frame: pd.DataFrame, columns: Columns, log: Log, files: Iterable[str | Path] = ()) -> pd.DataFrame:
+    """Columns row (in the file), slide, case and, if there is one, site; one row for each slide named in a cell.
+
+    A cell that names one of ``files`` is one slide, whatever signs are in its name.
+    """
     if columns.slide is None and columns.case is None:
         raise UserError(
             f"{log.where}: no slide and no patient column; name them with `slide` and `case`. {listed(frame)}"
@@ -48,7 +51,12 @@ def read_ids(frame: pd.DataFrame, columns: Columns, log: Log) -> pd.DataFrame:
     for key in ("slide", "case", "site"):
         if getattr(columns, key):
             rows[key] = frame[getattr(columns, key)].to_numpy()
-    cells = rows["slide"].map(lambda cell: [part for part in re.split(_SEVERAL, cell) if part], na_action="ignore")
+    odd = {stem.casefold() for stem in map(slide_stem, files) if re.search(_SEVERAL, stem)}
+
+    def parts_of(cell: str) -> list[str]:
+        return [cell] if slide_stem(cell).casefold() in odd else [part for part in re.split(_SEVERAL, cell) if part]
+
+    cells = rows["slide"].map(parts_of, na_action="ignore")
     several = sum(len(parts) > 1 for parts in cells.dropna())
     if several:
         log.notes.append(f"{several} cells of {columns.slide!r} list several slides; each becomes a row")
