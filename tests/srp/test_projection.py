@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_srp.srp.projection import along, corrected_linear, length, measure, neighbour_mean, project, unit
+from gated_srp.srp.projection import along, corrected, corrected_linear, length, measure, neighbour_mean, project, unit
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -105,3 +105,21 @@ def test_what_is_measured_equals_the_definitions():
     torch.testing.assert_close(seen.norm, length(y))
     torch.testing.assert_close(seen.scale[5:], 1 / axis[5:].norm(dim=-1))
     assert seen.scale[3].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rows", [5, 2500])  # one chunk, and several
+def test_the_correction_in_chunks_equals_project_in_value_and_gradient(rows):
+    draw = torch.Generator().manual_seed(rows)
+    y, axis, dz = (torch.randn(rows, 2, 4, generator=draw, dtype=torch.float64) for _ in range(3))
+    beta = torch.randn(rows, 2, generator=draw, dtype=torch.float64)
+    axis[3] = 0
+    results = []
+    for chunked in (False, True):
+        leaves = y.clone().requires_grad_(), beta.clone().requires_grad_()
+        measured = measure(y, lambda part: axis[part])
+        z = corrected(leaves[0], axis, leaves[1], measured) if chunked else project(leaves[0], unit(axis), leaves[1])
+        z.backward(dz)
+        results.append((z, *(leaf.grad for leaf in leaves)))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain)
+    assert torch.equal(results[1][0][3], y[3])
