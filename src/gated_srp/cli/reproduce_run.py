@@ -43,7 +43,11 @@ def reproduce_studies(
     name: str, sources: Sources, *, cohorts: Sequence[str], seeds: Sequence[int], dry_run: bool, running: Running
 ) -> bool:
     """Whether a cell failed."""
-    studies = read_studies(name, studies_folder())
+    everything = read_studies(name, studies_folder())
+    studies = [study.only(cohorts) for study in everything]
+    if cohorts and not any(study.columns for study in studies):
+        there = ", ".join(dict.fromkeys(cohort for study in everything for cohort in study.columns)) or "none"
+        raise UserError(f"--cohorts {','.join(cohorts)}: {name} has no such cohort. Its cohorts: {there}.")
     plans = [(study, *plan_study(study, sources, cohorts=cohorts, seeds=seeds)) for study in studies]
     for note in dict.fromkeys(note for _, _, notes in plans for note in notes):
         say(f"note: {note}")
@@ -71,7 +75,9 @@ def show_plans(plans: Sequence[Plan]) -> None:
         paper = {row.name for row in study.rows}
         own = [cell for cell in cells if cell.row in paper]
         more = [cell for cell in cells if cell.row not in paper]
-        what = f"drawn by `{study.command}`" if study.command else f"{len(own)} cells"
+        what = (
+            f"drawn by `{study.command}`" if study.command else f"{len(own)} cells" if study.rows else "drawn at once"
+        )
         say(f"{study.name}: {study.title}; {what}")
         for cell in own:
             say(_line(cell))
@@ -130,7 +136,7 @@ def _write(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, 
         for name, cohorts in study.panels.items():
             runs = {c: [cell.key for cell in cells if cell.cohort == c and cell.run.finished] for c in cohorts}
             present = {cohort: paths for cohort, paths in runs.items() if paths}
-            _say(draw_trajectories(present, folder / f"trajectories_{name}", title=study.title))
+            _say(draw_trajectories(present, folder / f"trajectories_{name}", title=study.rows[0].name))
     elif cells:
         _write_table(folder, study, cells, notes)
 

@@ -125,9 +125,7 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
     slots = local_slots(running.jobs or ahead.cells, 1.0 if running.jobs else ahead.memory)
     seconds = ahead.seconds / len({slot.device for slot in slots})
     where = (
-        f"the cluster at {running.address or 'hand'}"
-        if running.engine == "ray"
-        else f"{machine.name}, {_places(slots)}"
+        f"the cluster at {running.address or 'hand'}" if running.engine == "ray" else f"this machine, {_places(slots)}"
     )
     say(
         f"roughly {spoken(seconds)} on {machine.name}, {_bytes(ahead.disk)} on disk, {_bytes(ahead.memory)} of memory a cell; "

@@ -60,7 +60,8 @@ def this_machine() -> Machine:
         about = torch.cuda.get_device_properties(0)
         return Machine(about.name, rate, float(about.total_memory))
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return Machine(f"{torch.get_num_threads()} processor threads", rate, memory)
+    threads = torch.get_num_threads()
+    return Machine(f"{threads} processor thread{'s' if threads > 1 else ''}", rate, memory)
 
 
 def run_seconds(trunk: Trunk, patches: dict[str, list[int]], *, epochs: int, rate: float) -> float:

@@ -130,10 +130,11 @@ def roc(score: Floats, positive: NDArray[np.bool_]) -> Floats:
 
 
 def precision_recall(score: Floats, positive: NDArray[np.bool_]) -> Floats:
-    """Precision at the first threshold that reaches each recall of the grid."""
+    """Precision at the first threshold that reaches each recall of the grid; at recall 0 that of the first positive."""
     hits, misses = _counts(score, positive)
     hits, misses = hits[1:], misses[1:]
-    reached = np.searchsorted(hits / hits[-1], _GRID, side="left")
+    recall = hits / hits[-1]
+    reached = np.searchsorted(recall, np.maximum(_GRID, recall[recall > 0][0]), side="left")
     return np.asarray((hits / (hits + misses))[np.minimum(reached, len(hits) - 1)])
 
 

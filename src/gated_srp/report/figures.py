@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.files import whole
-from gated_srp.report.tables import arm_name, metric_name, short
+from gated_srp.report.tables import arm_name, metric_name, short, tone_colour
 from gated_srp.study.matrix import Cell
 from gated_srp.study.results import Comparison
 
@@ -129,7 +129,8 @@ def draw_trajectories(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: 
         seeds = gates["run"].nunique()
         tidy(axis, x="epoch", y="effective β", title=f"{short(cohort)} ({seeds} seed{'s' if seeds > 1 else ''})")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].legend(frameon=False, fontsize=8)
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda found: len(found[1]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"{title}: gate trajectories, mean ± 1 std over seeds", x=0.01, ha="left", fontsize=11)
     return save(figure, stem, mark)
 
@@ -153,10 +154,12 @@ def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, 
             bottom += share
         about = last.groupby("layer")[["mean", "mean_over_delta", "share_negative"]].mean()
         for place, (mean, relative, negative) in enumerate(about.to_numpy()):
-            text = f"β {mean:+.2f}, β/δ {relative:+.2f}\n{negative:.0%} below 0"
+            text = f"β {mean:+.2f}\nβ/δ {relative:+.2f}\n{negative:.0%} below 0".replace("-", "−")
             axis.text(place, 1.02, text, ha="center", fontsize=7)
-        axis.set_ylim(0, 1.2)
+        axis.set(ylim=(0, 1.25), yticks=np.linspace(0, 1, 6))
         tidy(axis, x="", y="share of heads and patches", title=short(cohort))
+        axis.grid(visible=False, axis="x")
+        axis.set_axisbelow(True)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.suptitle(f"{title}: what the gates do", x=0.01, ha="left", fontsize=11)
     return save(figure, stem, mark)
@@ -225,12 +228,13 @@ def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -
     axis.axvline(0, color="#000000", linewidth=0.8)
     for place, cell in enumerate(reversed(cells)):
         test, drawn = cell.test, cell.bootstrap
-        colour = COLOURS[0] if test.excludes_zero else "#777777"
+        colour = tone_colour(test.mean, metric) if test.excludes_zero else "#777777"
         if not math.isnan(test.low):
             axis.plot([test.low, test.high], [place, place], color=colour, linewidth=2)
         if drawn is not None and not math.isnan(drawn.low):
             axis.plot([drawn.low, drawn.high], [place - 0.22] * 2, color=COLOURS[1], linewidth=1.2, linestyle="--")
-        axis.plot(test.mean, place, marker="o", color=colour)
+        # A filled marker says the same as the colour does.
+        axis.plot(test.mean, place, marker="o", color=colour, markerfacecolor=colour if test.excludes_zero else "white")
     axis.set_yticks(range(len(cells)), [arm_name(cell.arm) for cell in reversed(cells)], fontsize=8)
     axis.set_ylim(-0.6, len(cells) - 0.4)
     title = f"difference to {arm_name(comparison.reference)}\n(95 % over seeds; dashed: over patients)"

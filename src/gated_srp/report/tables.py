@@ -124,6 +124,11 @@ def arm_name(arm: str) -> str:
     return _ARMS.get(arm, arm)
 
 
+def tone_colour(difference: float, metric: str) -> str:
+    """Green for better, red for worse, as ``#RRGGBB``; for differences whose interval excludes zero."""
+    return f"#{_COLOURS[_tone(difference, metric)]}"
+
+
 def _tone(difference: float, metric: str) -> Tone:
     return "better" if (difference < 0) == (metric in LOWER_IS_BETTER) else "worse"
 

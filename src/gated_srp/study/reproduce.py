@@ -61,6 +61,12 @@ class Study:
                 found.append(untuned(row))
         return tuple(found)
 
+    def only(self, cohorts: Sequence[str]) -> Study:
+        """The same with the columns of these cohorts; with all of them where none is named."""
+        wanted = {find_cohort(name).name for name in cohorts}
+        kept = {cohort: metrics for cohort, metrics in self.columns.items() if cohort in wanted}
+        return replace(self, columns=kept) if wanted else self
+
 
 def untuned(row: Row) -> Row:
     """The same row with delta 1 and h 64, as an untuned user would take them."""

@@ -174,14 +174,15 @@ def verdict(cell: Cell, unit: str, *, family: int, lower: bool) -> str:
     """What the interval allows one to say."""
     n, test = cell.statistics.n, cell.test
     count = f"{_WORDS[n] if n < len(_WORDS) else n} {unit}{'' if n == 1 else 's'}"
+    every = f"both {unit}s" if n == 2 else f"all {count}"
     if n == 0:
         return f"nothing to compare: no {unit} has both arms"
     if n == 1:
         return f"one {unit}: {test.mean:+.4f}, without an interval and therefore without a claim"
     if cell.statistics.ties == n:
-        return f"equal in all {count}"
+        return f"equal in {every}"
     if math.isnan(test.p):
-        return f"the same difference, {test.mean:+.4f}, in all {count}: no spread, hence no interval and no claim"
+        return f"the same difference, {test.mean:+.4f}, in {every}: no spread, hence no interval and no claim"
     interval = f"{test.mean:+.4f}, 95 % interval {test.low:+.4f} to {test.high:+.4f}"
     if not test.excludes_zero:
         return f"not distinguishable from zero with {count} ({interval}){_outlook(cell, unit)}"
@@ -193,7 +194,7 @@ def verdict(cell: Cell, unit: str, *, family: int, lower: bool) -> str:
 
 def _outlook(cell: Cell, unit: str) -> str:
     needed = cell.statistics.seeds_needed
-    if cell.test.mean == 0:
+    if round(cell.test.mean, 4) == 0:
         return ""
     if needed is None:
         return f"; no number of {unit}s on these data would show a difference of this size"
