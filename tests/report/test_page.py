@@ -14,7 +14,7 @@ from gated_srp.report.page_differences import forests
 from gated_srp.report.page_inline import inline_svg, small_png, within
 from gated_srp.report.page_maps import gallery, read_name
 from gated_srp.report.page_material import Study, gather
-from gated_srp.report.page_tables import slides
+from gated_srp.report.page_tables import run_metrics, slides
 
 
 class Reader(HTMLParser):
@@ -129,11 +129,38 @@ def test_a_comparison_finds_its_runs_beside_it(home, tmp_path):
 
 
 def test_a_reproduction_is_shown_beside_the_published(tmp_path):
-    (tmp_path / "reproduction.csv").write_text(
-        "row,cohort,metric,mean,published,verdict\nNA,KIRC,c_index,0.71234,0.7,compatible\n"
+    (tmp_path / "survival").mkdir()
+    (tmp_path / "survival" / "reproduction.csv").write_text(
+        "row,cohort,metric,mean,std,seeds,published,published_std,difference,low,high,verdict\n"
+        "NA,KIRC,c_index,0.71234,0.02,5,0.7,0.05,0.01234,-0.04,0.06,compatible\n"
+        "XSA,KIRC,c_index,0.5,0.01,5,0.7,0.05,-0.2,-0.25,-0.15,not compatible\n"
+        "NA,LUAD,c_index,,,0,0.6,0.05,,,,not run\n"
     )
     text = build_page(tmp_path)
-    assert "Beside the published numbers" in text and "0.7123" in text and "compatible" in text
+    assert "<h1>KIRC</h1>" in text and "Beside the published numbers" in text
+    assert "0.7123 ± 0.0200" in text and "−0.2500 to −0.1500" in text and "1 more numbers of the table were" in text
+    assert "1 of 2 numbers that were run are compatible with the published ones, 1 are not; 1 were not run" in text
+    assert "gated-srp reproduce survival --features FOLDER" in text
+
+
+def test_a_runtime_is_shown_and_not_judged(tmp_path):
+    (tmp_path / "reproduction.csv").write_text(
+        "row,cohort,metric,mean,std,seeds,published,published_std,difference,low,high,verdict,times_base\n"
+        "NA,KIRC,test_wsi_per_second,3.5,,1,70,,,,,not judged,1.0\n"
+    )
+    text = build_page(tmp_path)
+    assert "Times base" in text and "Nothing was compared." in text
+
+
+def test_runs_of_one_arm_with_other_settings_are_told_apart(home, tmp_path):
+    from shutil import copytree
+
+    copytree(home / "runs" / "toy" / "gated_srp", tmp_path / "toy" / "gated_srp")
+    copytree(
+        home / "runs" / "toy" / "gated_srp", tmp_path / "variants" / "model.delta=1.0,window=5" / "toy" / "gated_srp"
+    )
+    names = {row[1][0] for row in run_metrics(gather(tmp_path).runs).rows}
+    assert names == {"Gated SRP", "Gated SRP (delta=1.0, window=5)"}
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

@@ -19,7 +19,8 @@ from gated_srp.report.page_differences import all_rows, differences, forests, to
 from gated_srp.report.page_inline import inline_svg, small_png, within
 from gated_srp.report.page_maps import Gallery, gallery
 from gated_srp.report.page_material import Material, Run, Study, gather
-from gated_srp.report.page_tables import check_facts, cohort_metrics, hashes, reproduction, run_metrics, slides
+from gated_srp.report.page_reproduction import agreement, reproduction
+from gated_srp.report.page_tables import check_facts, cohort_metrics, hashes, run_metrics, run_name, slides
 from gated_srp.report.tables import arm_name, metric_name
 
 LARGEST = 5_000_000  # bytes of a page
@@ -80,7 +81,11 @@ def _context(material: Material) -> dict[str, Any]:
         "script": script,
         "policy": _policy(script),
         "about": [part for part in material.about.split("\n\n") if part.strip()],
-        "verdicts": [*_verdicts(material.studies, material.runs), *map(_result, alone)],
+        "verdicts": [
+            *filter(None, map(agreement, material.studies)),
+            *_verdicts(material.studies, material.runs),
+            *map(_result, alone),
+        ],
         "notes": [str(note) for study in material.studies for note in study.comparison.get("notes") or ()],
         "studies": [_study(study, f"s{i}-") for i, study in enumerate(material.studies)],
         "runs": run_metrics(material.runs),
@@ -139,7 +144,7 @@ def _result(run: Run) -> dict[str, str]:
     value = scores.get(metric)
     said = "is not defined on its test set" if value is None else f"{value:.4f} on the test set"
     words = f"{metric_name(metric)} {said}. One run: it says how this model does, not whether its method is better."
-    return {"what": f"{arm_name(run.arm)}, {run.cohort}, seed {run.unit}", "words": words, "tone": "open"}
+    return {"what": f"{run_name(run)}, {run.cohort}, seed {run.unit}", "words": words, "tone": "open"}
 
 
 def _commands(material: Material) -> Iterator[str]:
@@ -152,6 +157,11 @@ def _commands(material: Material) -> Iterator[str]:
     for run in material.runs:
         cohorts.setdefault(run.cohort, []).append(run)
     compared = {name for study in material.studies for name in study.cohorts}
+    again = [study for study in material.studies if study.reproduction]
+    for study in again:
+        yield f"gated-srp reproduce {study.path.name} --features FOLDER --labels FOLDER"
+        for name in study.cohorts:
+            cohorts.pop(name, None)
     for name, runs in cohorts.items():
         seeds = sorted({str(run.metrics.get("seed")) for run in runs})
         yield f"# settings of {name}: below, saved as cohort.yaml"
@@ -166,7 +176,7 @@ def _configs(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """One a cohort and arm, without the seed: they differ in that alone."""
     found: dict[str, str] = {}
     for run in runs:
-        found.setdefault(f"{run.cohort}, {arm_name(run.arm)}", run.config_text)
+        found.setdefault(f"{run.cohort}, {run_name(run)}", run.config_text)
     return list(found.items())
 
 
@@ -214,7 +224,7 @@ def _run_figures(runs: Sequence[Run]) -> list[Figure]:
 
     found: list[Figure] = []
     for place, run in enumerate(runs):
-        name = f"{arm_name(run.arm)}, seed {run.unit}"
+        name = f"{run_name(run)}, seed {run.unit}"
         with tempfile.TemporaryDirectory() as folder:
             home, of = Path(folder), {run.cohort: [run.path]}
             drawn = [*draw_history(run.path, home / "history", title=name)]

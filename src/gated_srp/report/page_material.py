@@ -97,7 +97,9 @@ class Study:
 
     @property
     def cohorts(self) -> set[str]:
-        return {str(row.get("cohort")) for row in (*self.results, *self.reproduction)}
+        """Those with a result of ours."""
+        run = [row for row in self.reproduction if row.get("mean")]
+        return {str(row.get("cohort")) for row in (*self.results, *run)}
 
     @property
     def run_folders(self) -> list[str]:

@@ -90,7 +90,7 @@ def run_metrics(runs: Iterable[Run]) -> Table:
     rows = [
         (
             cell(run.cohort),
-            cell(arm_name(run.arm)),
+            cell(run_name(run)),
             cell(run.unit),
             cell(run.metrics.get("best_epoch")),
             *(cell(_scores(run).get(metric)) for metric in metrics),
@@ -105,21 +105,11 @@ def _scores(run: Run) -> dict[str, Any]:
     return dict((run.metrics.get("test") or {}).get(run.metrics.get("score")) or {})
 
 
-def reproduction(study: Study) -> Table | None:
-    """Ours beside the published, as `reproduce` judged it."""
-    if not study.reproduction:
-        return None
-    heads = tuple(study.reproduction[0])
-    rows = [tuple(cell(_value(row[head])) for head in heads) for row in study.reproduction]
-    return Table("Beside the published numbers", heads, rows)
-
-
-def _value(text: str) -> Any:
-    try:
-        value = float(text)
-    except ValueError:
-        return text
-    return int(text) if text.lstrip("-").isdigit() else value if math.isfinite(value) else None
+def run_name(run: Run) -> str:
+    """The arm, and what a study varied of it: runs of one arm with other settings lie below ``variants``."""
+    above = run.path.absolute().parents
+    varied = above[2].name if len(above) > 3 and above[3].name == "variants" else ""
+    return arm_name(run.arm) + (f" ({varied.replace('model.', '').replace(',', ', ')})" if varied else "")
 
 
 # Slides --------------------------------------------------------------------------------------------------------------
@@ -133,13 +123,13 @@ def slides(runs: Sequence[Run]) -> Iterator[Table]:
             continue
         key = "slide" if "slide" in own[0][1] else "case"
         truth = [name for name in ("case", "label", "time", "event") if name in own[0][1] and name != key]
-        arms = list(dict.fromkeys(run.arm for run, _ in own))
+        arms = list(dict.fromkeys(run_name(run) for run, _ in own))
         known: dict[str, dict[str, Any]] = {}
         said: dict[tuple[str, str], list[float]] = {}
         for run, table in own:
             for name, value, facts in _said(table, key, truth):
                 known.setdefault(name, facts)
-                said.setdefault((name, run.arm), []).append(value)
+                said.setdefault((name, run_name(run)), []).append(value)
         what = _meaning(own[0][1])
         rows = [
             (cell(name), *(cell(facts[t]) for t in truth), *(_told(said.get((name, arm)), what) for arm in arms))
@@ -150,7 +140,7 @@ def slides(runs: Sequence[Run]) -> Iterator[Table]:
             if len(known) > MOST_SLIDES
             else ""
         )
-        heads = (key.capitalize(), *(name.capitalize() for name in truth), *map(arm_name, arms))
+        heads = (key.capitalize(), *(name.capitalize() for name in truth), *arms)
         yield Table(f"{cohort}: {len(known)} test {key}s", heads, rows, note, f"Search {key}s of {cohort}")
 
 
@@ -217,7 +207,7 @@ def hashes(material: Material) -> Table:
     rows = [
         (
             cell(run.cohort),
-            cell(arm_name(run.arm)),
+            cell(run_name(run)),
             cell(run.unit),
             cell(str(run.metrics.get("split_hash") or "–")[:16]),
             cell(str(run.environment.get("slides_hash") or "–")[:16]),

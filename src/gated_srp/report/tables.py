@@ -224,7 +224,7 @@ def short(cohort: str) -> str:
 
 
 def metric_name(metric: str) -> str:
-    return _METRICS.get(metric, metric)
+    return _METRICS.get(metric, metric.replace("_", " "))
 
 
 def tex(text: str) -> str:
