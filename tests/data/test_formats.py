@@ -22,7 +22,7 @@ from factories import (
     write_trident_pt,
 )
 
-from gated_srp.data import BagError, read_bag, read_header
+from gated_srp.data import BagError, bag, hdf5, read_bag, read_header
 from gated_srp.srp.graph import PatchGraph
 
 _BLOCK = np.array([[0, 0], [1, 0], [0, 1], [1, 1]])
@@ -289,6 +289,20 @@ def test_rows_that_are_not_finite_are_counted(tmp_path):
     slide = make_slide()
     slide.features[[2, 5], [0, 3]] = np.nan, np.inf
     assert read_bag(write_clam(tmp_path, "s", slide)).nonfinite_rows().tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("chunks", [(1, 12), (3, 5), (40, 12), None])
+def test_arrays_are_read_in_parts_as_they_are_whatever_their_chunks(tmp_path, monkeypatch, chunks):
+    monkeypatch.setattr(hdf5, "_ROWS", 4)
+    monkeypatch.setattr(bag, "_ROWS", 4)
+    values = np.random.default_rng(0).standard_normal((23, 12)).astype(np.float32)
+    values[[3, 4, 22], 5] = np.nan, np.inf, -np.inf
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file.create_dataset("features", data=values, chunks=chunks and tuple(map(min, chunks, values.shape)))
+        file["coords"] = np.stack([np.arange(23), np.zeros(23, int)], 1) * 256
+    found = read_bag(tmp_path / "s.h5")
+    assert np.array_equal(found.features.numpy(), values, equal_nan=True)
+    assert found.nonfinite_rows().tolist() == [3, 4, 22]
 
 
 def test_compressed_features_open(tmp_path):

@@ -141,6 +141,18 @@ def test_values_are_those_of_the_trace_of_the_file(tmp_path):
     assert np.allclose(maps_of(view, "homogeneity")[0].values, bag.graph.homogeneity)
 
 
+def test_only_the_attention_that_is_asked_for_is_computed(tmp_path):
+    file = write_clam(tmp_path, "s", make_slide(1))
+    run, _ = _run(tmp_path / "run")
+    whole = look(run, file)
+    assert [one.cls_attention is None for one in whole.layers] == [True, True, False]
+    first = look(run, file, layer=1)
+    assert [one.cls_attention is None for one in first.layers] == [False, True, True]
+    assert np.array_equal(maps_of(first, "beta")[1].values, maps_of(whole, "beta")[1].values)
+    with pytest.raises(UserError, match=r"--layer 4: .* has layers 1 to 3"):
+        look(run, file, layer=4)
+
+
 def test_change_is_attention_less_that_with_every_gate_at_zero(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
     run, model = _run(tmp_path / "run")

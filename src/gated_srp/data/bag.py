@@ -13,6 +13,7 @@ from torch import Tensor
 from gated_srp.errors import UserError
 
 Unit = Literal["px", "um"]
+_ROWS = 2048  # checked at once
 
 
 class BagError(UserError):
@@ -73,4 +74,5 @@ class Bag(BagHeader):
 
     def nonfinite_rows(self) -> Tensor:
         """Numbers of the rows that hold NaN or infinity, (number of them,)."""
-        return (~torch.isfinite(self.features).all(1)).nonzero().flatten()
+        parts = self.features.split(_ROWS)  # all at once it would need room for another copy of the features
+        return (~torch.cat([torch.isfinite(part).all(1) for part in parts])).nonzero().flatten()

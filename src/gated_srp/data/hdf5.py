@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.containers import Container, Spec, known, unfolded
 
 _MOST_HOPS = 8  # soft links in a row
+_ROWS = 2048  # read at once: HDF5 notes every chunk of a request, which for TRIDENT's chunks of one row takes kilobytes a row
 _GROUPS = ("features", "feats", "patch_embeddings", "embeddings")
 
 with suppress(ImportError):  # third-party compression filters register themselves
@@ -79,7 +81,9 @@ class Hdf5File(Container):
         spec = self.spec(name)
         out = torch.empty(spec.shape, dtype=spec.dtype)
         if out.numel():
-            self._dataset(name).read_direct(out.numpy())  # HDF5 converts byte order and integer width on the way
+            data, values = self._dataset(name), out.numpy()  # HDF5 converts byte order and integer width on the way
+            for part in _parts(data):
+                data.read_direct(values, part, part)
         return out
 
     def attrs(self, name: str = "") -> dict[str, Any]:
@@ -124,3 +128,11 @@ class Hdf5File(Container):
             f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed. "
             "Copy the data into one file (h5repack, or extract the slide again).",
         )
+
+
+def _parts(data: h5py.Dataset) -> list[Any]:
+    """Selections that make up an array, of whole chunks: each chunk is read once."""
+    if not data.chunks:
+        return [np.s_[...]]
+    step = -(-_ROWS // data.chunks[0]) * data.chunks[0]
+    return [np.s_[start : start + step] for start in range(0, len(data), step)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.stats import rankdata
+import pandas as pd
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole
@@ -87,8 +87,7 @@ class Scaled:
 def by_rank(values: np.ndarray) -> Scaled:
     """Each patch by its rank in the slide: a few hot patches do not leave all others cold."""
     known = np.isfinite(values)
-    places = np.full(len(values), np.nan)
-    places[known] = (rankdata(values[known]) - 1) / max(1, known.sum() - 1)
+    places = (pd.Series(values).where(known).rank().to_numpy() - 1) / max(1, known.sum() - 1)
     shown = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
     raw = np.quantile(values[known], shown)
     return Scaled(places, tuple((p, f"{v:.3g}") for p, v in zip(shown, raw, strict=True)), "inferno")

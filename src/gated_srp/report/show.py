@@ -43,7 +43,7 @@ def show_slide(runs: Sequence[Path], file: Path, request: Request, out: Path) ->
     unknown = [name for name in request.exports if name not in WRITERS]
     if unknown:
         raise UserError(f"--export {unknown[0]}: expected some of {', '.join(WRITERS)}.")
-    views = [look(run, file, stride=request.stride) for run in runs]
+    views = [look(run, file, stride=request.stride, layer=request.layer) for run in runs]
     return show_views(views, file, request, out)
 
 

@@ -73,8 +73,11 @@ class View:
         return None if self.look_idle is None else self.look_idle()
 
 
-def look(run: Path, file: Path, *, stride: float | None = None) -> View:
-    """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows."""
+def look(run: Path, file: Path, *, stride: float | None = None, layer: int | None = None) -> View:
+    """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows.
+
+    ``layer``: whose attention is kept, from 1; None: the last one's. Maps of all would take more memory than the model.
+    """
     path = run / "model.safetensors" if run.is_dir() else run
     card = load_card(path)
     if "images" in card:
@@ -89,10 +92,13 @@ def look(run: Path, file: Path, *, stride: float | None = None) -> View:
             "Point at features of the same encoder."
         )
     model: nn.Module = load_model(path)
-    layers = _trace(model, bag)
-    gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
-    idle = partial(_trace_idle, model, bag) if gated else None
     watched = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
+    if layer is not None and layer > len(watched):
+        raise UserError(f"--layer {layer}: {run} has layers 1 to {len(watched)}.")
+    mapped = (layer or len(watched)) - 1
+    layers = _trace(model, bag, mapped)
+    gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
+    idle = partial(_trace_idle, model, bag, mapped) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in watched)
     return View(_label(run, card), patches, layers, idle, bag.graph.homogeneity.numpy(), signed)
 
@@ -243,15 +249,15 @@ def _by_place(path: Path, places: np.ndarray, values: np.ndarray, patches: Patch
     return found
 
 
-def _trace(model: nn.Module, bag: PreparedBag) -> Sequence[LayerTrace]:
-    with torch.no_grad(), trace(model) as seen:
+def _trace(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
+    with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
         model(bag.features[None].float(), bag.graph)
     return seen
 
 
-def _trace_idle(model: nn.Module, bag: PreparedBag) -> Sequence[LayerTrace]:
+def _trace_idle(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
     with without_corrections(model):
-        return _trace(model, bag)
+        return _trace(model, bag, mapped)
 
 
 def _label(run: Path, card: Mapping[str, Any]) -> str:

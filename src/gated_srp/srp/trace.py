@@ -3,7 +3,7 @@
 Everything comes through hooks that live as long as the `with`: modules keep no memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,10 @@ class LayerTrace:
 
 
 @contextmanager
-def trace(model: nn.Module, *, attention: bool = True) -> Iterator[Sequence[LayerTrace]]:
-    """Record the first forward inside the `with`, a `LayerTrace` a layer. ``attention=False`` skips the attention maps.
+def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Iterator[Sequence[LayerTrace]]:
+    """Record the first forward inside the `with`, a `LayerTrace` a layer.
+
+    ``attention``: layers (from 0) whose attention map is wanted, or all, or none: each costs time and memory.
 
     A layer is a module with a ``correction`` (a GatedSRP or None) and a method ``cls_attention`` with the arguments of its forward.
     Recomputation by activation checkpointing is not recorded again. Hooks are blind to a model compiled before.
@@ -40,13 +42,13 @@ def trace(model: nn.Module, *, attention: bool = True) -> Iterator[Sequence[Laye
     calls = 0
     handles = []
 
-    def watch(layer: nn.Module, record: LayerTrace) -> None:
+    def watch(layer: nn.Module, record: LayerTrace, mapped: bool) -> None:
         done = {"layer": False, "gate": False}
 
         def on_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
             nonlocal calls
             calls += 1
-            if attention and not done["layer"]:
+            if mapped and not done["layer"]:
                 with torch.no_grad():
                     record.cls_attention = module.cls_attention(*args, **kwargs)
             done["layer"] = True
@@ -63,8 +65,8 @@ def trace(model: nn.Module, *, attention: bool = True) -> Iterator[Sequence[Laye
         if isinstance(layer.correction, GatedSRP):
             handles.append(layer.correction.coefficient.register_forward_hook(on_gate))
 
-    for layer, record in zip(layers, seen, strict=True):
-        watch(layer, record)
+    for number, (layer, record) in enumerate(zip(layers, seen, strict=True)):
+        watch(layer, record, attention if isinstance(attention, bool) else number in attention)
     try:
         yield seen
     finally:
