@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -70,7 +71,7 @@ def write_slide(path: Path, side: int) -> Path:
     across = -(-side // _BLOCK)
     which = rng.integers(_KINDS, size=(across, across))
     small = kinds[:, ::_SMALLER, ::_SMALLER]  # (kinds, s, s, 3)
-    options = {
+    options: dict[str, Any] = {
         "tile": (_BLOCK, _BLOCK),
         "photometric": "ycbcr",
         "subsampling": (2, 2),

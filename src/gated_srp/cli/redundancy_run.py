@@ -27,7 +27,7 @@ def refuse_mixed(of_slides: Mapping[str, object], of_images: Mapping[str, object
             "uni_v2; --encoder efficientnet_lite0 needs no download."
         )
     if of_slides["COHORT"] is None and of_images["--images"] is None:
-        given = (slides + photographs or [None])[0]
+        given = next(iter(slides + photographs), None)
         raise UserError(
             f"redundancy: {'nothing' if given is None else f'{given}, but nothing'} to measure was named. Expected a cohort's YAML "
             "or a folder of feature files, or --images FOLDER --encoder NAME for photographs."
