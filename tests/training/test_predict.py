@@ -5,14 +5,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import typer
 from broken_files import BROKEN
 from factories import Slide, make_slide, write_atlaspatch, write_clam, write_stamp, write_trident
 from scipy.special import softmax
 from toy_cohorts import SMALL, WIDTH, open_config, planted, write_survival_cohort
 from typer.testing import CliRunner
 
-from gated_srp.cli.predict import predict
+from gated_srp.cli import app
 from gated_srp.data import Preparation, prepare, read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
@@ -57,9 +56,7 @@ def logits_of(model: Path, files: list[Path], **settings: object) -> np.ndarray:
 
 
 def command(*arguments: object) -> object:
-    app = typer.Typer()
-    app.command()(predict)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["predict", *(str(argument) for argument in arguments)])
 
 
 def probabilities(table: pd.DataFrame) -> np.ndarray:
