@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from gated_srp.cli import slides as commands
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.report.explain import explain_slide, judge
+from gated_srp.report.explain import explain_slide, gates_in_words, judge
+from gated_srp.report.values import look
 from gated_srp.training.domain import FeatureStatistics
 
 CARD = {"task": "classification", "classes": ["benign", "tumour"], "cohort": "toy"}
@@ -37,7 +38,7 @@ def test_the_page_holds_prediction_maps_card_and_a_warning_in_one_file(tmp_path)
     page, *pictures = explain_slide(run, file, tmp_path / "out")
     text = page.read_text()
     assert page.name == "s1.html"
-    for wanted in ("research use only", "prob_tumour", "That is not unusual", "toy", "gated_srp"):
+    for wanted in ("research use only", "probability of tumour", "That is not unusual", "toy", "gated_srp"):
         assert wanted in text
     assert text.count("data:image/png;base64,") == 5  # attention, change, beta, correction, homogeneity
     assert "http" not in text and all(path.is_file() for path in pictures)
@@ -55,6 +56,15 @@ def test_a_model_without_gates_has_a_page_without_their_maps(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
     page, *_ = explain_slide(_run(tmp_path / "na", arm="na", **CARD), file, tmp_path / "out")
     assert page.read_text().count("data:image/png;base64,") == 2  # attention, homogeneity
+
+
+def test_gates_that_have_hardly_opened_are_said_to_show_nothing(tmp_path):
+    file = write_clam(tmp_path, "s1", make_slide(1))
+    assert gates_in_words(look(_run(tmp_path / "open", **CARD), file)) == ""
+    model = build_model("gated_srp", in_dim=12, num_outputs=2, dim=24, depth=2, num_heads=2, num_landmarks=4).eval()
+    save_model(model, tmp_path / "shut" / "model.safetensors", CARD)  # as it starts: every beta is zero
+    assert "hardly opened (largest size 0)" in gates_in_words(look(tmp_path / "shut", file))
+    assert gates_in_words(look(_run(tmp_path / "na", arm="na", **CARD), file)) == ""
 
 
 def test_names_are_escaped_on_the_page(tmp_path):

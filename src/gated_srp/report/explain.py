@@ -15,8 +15,10 @@ from gated_srp.report.values import View, look
 from gated_srp.training.predict import predict_files
 
 _CARD = ("cohort", "arm", "seed", "task", "classes", "encoder", "best_epoch", "split_hash", "temperature")
+_OPEN = 0.05  # size of beta below which a gate does next to nothing; the paper's regimes begin at 0.5
 _WHAT = {
-    "attention": "Where the model looked. Colours by rank within the slide; the bar has the raw values.",
+    "attention": "Where the model looked. Colours go by rank within the slide, so that they differ even where attention hardly does: "
+    "the line below the map says how much. The bar has the raw values.",
     "change": "Patches that gained (red) or lost (blue) attention because of the gates.",
     "beta": "The gates, layer by layer: above zero the part shared with the neighbours is removed, below zero it is amplified.",
     "correction": "How much was changed in each patch.",
@@ -90,11 +92,8 @@ def judge(run: Path, file: Path) -> Judgement:
     except UserError as error:
         return Judgement({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]
-    answers = {
-        str(name): f"{value:.4g}" if isinstance(value, float) else str(value)
-        for name, value in row.items()
-        if name not in ("slide", "file", "training_distance", "unlike_training")
-    }
+    left = ("slide", "file", "patches", "training_distance", "unlike_training")
+    answers = dict(_in_words(str(name), value) for name, value in row.items() if name not in left)
     distance, unlike = float(row["training_distance"]), bool(row["unlike_training"])
     if distance != distance:
         return Judgement(answers, "Not known: the model's card has no statistics of its training slides.", False)
@@ -103,6 +102,27 @@ def judge(run: Path, file: Path) -> Judgement:
         "This slide is unlike the training slides: do not rely on the prediction." if unlike else "That is not unusual."
     )
     return Judgement(answers, said, unlike)
+
+
+def _in_words(name: str, value: object) -> tuple[str, str]:
+    """A column of the table of predictions, as a reader would say it.
+
+    >>> _in_words("prob_tumour", 0.959), _in_words("risk", 1.25), _in_words("predicted", "tumour")
+    (('probability of tumour', '95.9 %'), ('risk', '1.25'), ('predicted', 'tumour'))
+    """
+    if isinstance(value, float) and name.startswith("prob_"):
+        return f"probability of {name.removeprefix('prob_')}", f"{100 * value:.1f} %"
+    return name, f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def gates_in_words(view: View) -> str:
+    """A warning where the gates hardly do anything: maps of them are scaled to their own size and look strong all the same."""
+    sizes = [float(layer.beta.abs().max()) for layer in view.layers if layer.beta is not None]
+    if not sizes or max(sizes) >= _OPEN:
+        return ""
+    return (
+        f" The gates of this model have hardly opened (largest size {max(sizes):.2g}): this map shows next to nothing."
+    )
 
 
 def describe_card(card: Mapping[str, Any]) -> dict[str, str]:
@@ -126,7 +146,8 @@ def _sections(view: View, file: Path, out: Path, image: Path | None) -> tuple[li
         written += paths
         shown = paths if value == "attention" else paths[:1]
         pictures = [base64.b64encode(path.read_bytes()).decode() for path in shown]
-        sections.append({"name": value, "text": text, "pictures": pictures})
+        text += gates_in_words(view) if value in ("change", "beta", "correction") else ""
+        sections.append({"name": value.capitalize(), "text": text, "pictures": pictures})
     return sections, written
 
 

@@ -90,7 +90,7 @@ def by_rank(values: np.ndarray) -> Scaled:
     places = (pd.Series(values).where(known).rank().to_numpy() - 1) / max(1, known.sum() - 1)
     shown = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
     raw = np.quantile(values[known], shown)
-    return Scaled(places, tuple((p, f"{v:.3g}") for p, v in zip(shown, raw, strict=True)), "inferno")
+    return Scaled(places, tuple(zip(shown, told_apart(raw), strict=True)), "inferno")
 
 
 def by_percentile(values: np.ndarray) -> Scaled:
@@ -98,7 +98,7 @@ def by_percentile(values: np.ndarray) -> Scaled:
     low, high = np.nanpercentile(values, [1, 99])
     spread = high - low or 1.0
     shown = np.linspace(0, 1, 6)
-    ticks = tuple((float(p), f"{low + p * spread:.3g}") for p in shown)
+    ticks = tuple(zip(shown.tolist(), told_apart(low + shown * spread), strict=True))
     return Scaled(((values - low) / spread).clip(0, 1), ticks, "inferno")
 
 
@@ -117,6 +117,32 @@ def as_beta(values: np.ndarray) -> Scaled:
     marks = [(b / most / 2 + 0.5, f"{b:g}") for b in borders if abs(b) < most * 0.93]
     ends = [plain.ticks[0], plain.ticks[2], plain.ticks[4]]
     return Scaled(plain.places, tuple(sorted([*ends, *marks])), plain.colours)
+
+
+def told_apart(values: np.ndarray) -> list[str]:
+    """Numbers in three digits, or in as many more as show that they differ.
+
+    >>> told_apart(np.array([0.0, 0.25, 1.0])), told_apart(np.array([0.01541, 0.01542, 0.016]))
+    (['0', '0.25', '1'], ['0.01541', '0.01542', '0.016'])
+    """
+    for digits in range(3, 7):
+        said = [f"{value:.{digits}g}" for value in values.tolist()]
+        if len(set(said)) == len(np.unique(values)):
+            break
+    return said
+
+
+def spread_in_words(values: np.ndarray) -> str:
+    """How far a map is from being even: colours by rank show the same contrast whether it is or not.
+
+    >>> spread_in_words(np.array([1.0, 1.0, 4.0])), spread_in_words(np.zeros(3))
+    ('lowest 0.5, highest 2 times the mean of the slide', 'zero everywhere')
+    """
+    low, mean, high = np.nanmin(values), np.nanmean(values), np.nanmax(values)
+    if not mean:
+        return "zero everywhere"
+    least, most = told_apart(np.array([low, high]) / mean)
+    return f"lowest {least}, highest {most} times the mean of the slide"
 
 
 def regime_shares(values: np.ndarray) -> str:
@@ -180,8 +206,8 @@ def _panel(
     bar.ax.set_yticklabels([text for _, text in scaled.ticks], fontsize=8)
     how = "raw values" if percentile or one.signed else "raw values, spaced by rank"
     bar.set_label(how, fontsize=8)
-    if one.regimes:
-        axes.set_xlabel(regime_shares(one.values), fontsize=8)
+    if one.regimes or not one.signed:
+        axes.set_xlabel((regime_shares if one.regimes else spread_in_words)(one.shown), fontsize=8)
 
 
 def colour(places: np.ndarray, colours: Any, background: np.ndarray | None) -> np.ndarray:
