@@ -253,3 +253,11 @@ def test_trajectories_and_the_gates_geometry_are_drawn_by_name(tmp_path, capsys)
     assert (tmp_path / "g" / "signed_gate.png").is_file()
     reproduce_run._write(tmp_path / "g", read_studies("redundancy", FOLDER)[0], [], ())
     assert "run `gated-srp redundancy cohort.yaml`" in capsys.readouterr().out
+
+
+def test_settings_of_ones_own_are_named_beside_the_judgement(tmp_path):
+    (study,) = read_studies("survival", FOLDER)
+    _, silent = plan_study(study, sources(tmp_path), cohorts=["KIRP"])
+    _, notes = plan_study(study, Sources({}, {}, tmp_path, {"train.epochs": 1}), cohorts=["KIRP"])
+    assert not any("set by hand" in note for note in silent)
+    assert any("set by hand: train.epochs = 1." in note and "nothing about the paper" in note for note in notes)

@@ -187,7 +187,7 @@ def homogeneity(rows: Tensor, norms: Tensor, neighbours: Tensor, offsets: Tensor
     """
     scale = torch.where(norms > 0, 1 / norms, 0.0)
     out = torch.empty_like(norms)
-    for part in chunks(rows, 128):  # no copy of all features: fresh memory costs more than the arithmetic
+    for part in chunks(rows, 256):  # no copy of all features: fresh memory costs more than the arithmetic
         found, starts = _lists(neighbours, offsets, part)
         around = F.embedding_bag(
             found, rows, starts, mode="sum", include_last_offset=True, per_sample_weights=scale[found]

@@ -203,6 +203,11 @@ def plan_study(
     notes = [
         f"{row.name}: left out, the arm {row.arm!r} is not built yet" for row in study.all_rows if row.arm not in ARMS
     ]
+    if sources.settings:
+        changed = ", ".join(f"{name} = {value}" for name, value in sources.settings.items())
+        notes.append(
+            f"set by hand: {changed}. Where the paper set it otherwise, the judgement says nothing about the paper"
+        )
     cells: list[Cell] = []
     for cohort in study.columns:
         if wanted and cohort not in wanted:
