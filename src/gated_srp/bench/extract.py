@@ -41,7 +41,7 @@ class Speed:
         return self.extraction / (sum(self.alone) / 2)
 
 
-def measure_extraction(name: str = "efficientnet_lite0", *, side: int = 64, workers: int = 2, batch: int = 16) -> Speed:
+def measure_extraction(name: str = "efficientnet_lite0", *, side: int = 64, workers: int = 2, batch: int = 8) -> Speed:
     """A slide of ``side`` x ``side`` patches through the same function as ``gated-srp extract``, in a temporary folder."""
     spec = find_encoder(name)
     if side**2 <= 2 * _WARM:

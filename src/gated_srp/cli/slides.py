@@ -35,13 +35,15 @@ def extract(
     layout: Annotated[
         Literal["trident", "atlaspatch"], typer.Option("--layout", help="Whose files to write.")
     ] = "trident",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Patches the encoder gets at once.")] = 16,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Patches the encoder gets at once; 8, or 64 on an accelerator.")
+    ] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=0, help="Processes that read patches.")] = None,
 ) -> None:
     """Find the tissue of slides and write the features of its patches, with a preview of each. Finished slides are kept."""
     import os
 
-    from gated_srp.slides.extract import Extraction, extract_slides, read_mpp
+    from gated_srp.slides.extract import Extraction, best_batch, extract_slides, read_mpp
     from gated_srp.slides.reader import find_slides
     from gated_srp.slides.store import LAYOUTS
     from gated_srp.slides.tiles import Tiling
@@ -57,7 +59,7 @@ def extract(
         weights=weights,
         mpp=each,
         every_mpp=every,
-        batch=batch,
+        batch=batch or best_batch(),
         workers=min(8, os.cpu_count() or 1) if workers is None else workers,
     )
     with _watching(len(found)) as watch:
@@ -191,12 +193,18 @@ def _features_of(
     """The slide's feature file, extracted if it is not there."""
     import os
 
-    from gated_srp.slides.extract import Extraction, extract_slides
+    from gated_srp.slides.extract import Extraction, best_batch, extract_slides
     from gated_srp.slides.store import Trident
 
     workers = min(8, os.cpu_count() or 1)
     settings = Extraction(
-        encoder=spec, tiling=tiling, layout=Trident(out), weights=weights, every_mpp=mpp, workers=workers
+        encoder=spec,
+        tiling=tiling,
+        layout=Trident(out),
+        weights=weights,
+        every_mpp=mpp,
+        batch=best_batch(),
+        workers=workers,
     )
     with _watching(1) as watch:
         outcome = extract_slides([slide], settings, watch)

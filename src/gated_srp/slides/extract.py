@@ -36,7 +36,7 @@ class Extraction:
     weights: Path | None = None
     mpp: Mapping[str, float] = field(default_factory=dict)
     every_mpp: float | None = None
-    batch: int = 16
+    batch: int = 8
     workers: int = 2
 
     def job(self, slide: Path) -> Job:
@@ -108,6 +108,11 @@ def encode(encoder: PatchEncoder, tiles: np.ndarray) -> np.ndarray:
 def best_device() -> torch.device:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
+
+
+def best_batch() -> int:
+    """On a processor more than a few are slower: what a layer passes on leaves the caches."""
+    return 8 if best_device().type == "cpu" else 64
 
 
 def _one(
