@@ -18,6 +18,7 @@ if importlib.util.find_spec("torchvision") is not None:
     )
 os.environ.update(bf16_environment())  # read by oneDNN at its first product
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two would wait for each other
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("quick")
 
