@@ -17,10 +17,11 @@ def test_the_generated_slide_is_tissue_at_20x_with_two_levels_that_agree(tmp_pat
     assert (large.max(-1) - large.min(-1)).mean() > 40
 
 
-def test_every_patch_is_extracted_and_the_share_is_that_of_the_encoders_mean_speed():
+def test_every_patch_is_extracted_and_the_share_is_the_median_of_the_turns():
     found = measure_extraction("images:mean_colour", side=23, workers=0)
     assert found.patches == 529
-    assert min(found.extraction, *found.alone) > 0
-    assert Speed("x", 600, 9.0, (8.0, 12.0)).share == pytest.approx(0.9)
+    assert len(found.turns) == 1 and min(found.extraction, found.alone, found.share) > 0
+    speed = Speed("x", 600, ((9.0, 10.0), (1.0, 2.0), (4.0, 5.0)))  # the machine was slow twice
+    assert (speed.extraction, speed.alone, speed.share) == (4.0, 5.0, 0.8)
     with pytest.raises(UserError, match="too few"):
         measure_extraction("images:mean_colour", side=20)

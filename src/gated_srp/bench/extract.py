@@ -1,4 +1,4 @@
-"""Extraction from a generated slide, beside the encoder alone on patches that lie in memory.
+"""Extraction from a generated slide, and in turns with it the encoder alone on patches that lie in memory.
 
 Shapes: N patches, S side of a patch.
 """
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,28 +24,36 @@ BOUND = 0.85  # share of the encoder's own speed that must be left
 _BLOCK = 256  # pixels of a JPEG block of the slide, as scanners write them
 _KINDS = 64  # different blocks
 _SMALLER = 4  # the slide's second level
-_WARM = 256  # patches before the clock starts
+_WARM = 256  # patches before the clock starts, and of each turn
+_SETTLE = 0.3  # seconds until the reading processes have filled their queue and rest
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Patches a second: of extraction in its steady state, and of the encoder alone, before and after."""
+    """Patches a second in turns: (extraction in its steady state, the encoder alone right after)."""
 
     encoder: str
     patches: int
-    extraction: float
-    alone: tuple[float, float]
+    turns: tuple[tuple[float, float], ...]
+
+    @property
+    def extraction(self) -> float:
+        return median(fed for fed, _ in self.turns)
+
+    @property
+    def alone(self) -> float:
+        return median(alone for _, alone in self.turns)
 
     @property
     def share(self) -> float:
-        """Of the encoder's own speed that is left."""
-        return self.extraction / (sum(self.alone) / 2)
+        """Of the encoder's own speed that is left: of each turn, so that a slow moment of the machine hits both."""
+        return median(fed / alone for fed, alone in self.turns)
 
 
 def measure_extraction(name: str = "efficientnet_lite0", *, side: int = 64, workers: int = 2, batch: int = 8) -> Speed:
     """A slide of ``side`` x ``side`` patches through the same function as ``gated-srp extract``, in a temporary folder."""
     spec = find_encoder(name)
-    if side**2 <= 2 * _WARM:
+    if side**2 < 2 * _WARM:
         raise UserError(
             f"bench: {side} x {side} patches are too few to see a steady state; expected 23 or more a side."
         )
@@ -53,13 +62,11 @@ def measure_extraction(name: str = "efficientnet_lite0", *, side: int = 64, work
         slide = write_slide(Path(place) / "slide.tif", side * spec.tile)
         tiling = Tiling(size=spec.tile, tissue=0.0)
         settings = Extraction(encoder=spec, tiling=tiling, layout=Trident(Path(place)), batch=batch, workers=workers)
-        clock = _Clock()
-        before = _alone(encoder, spec.tile, batch)
+        clock = _Clock(encoder, batch)
         outcome = extract_slides([slide], settings, clock)
-        after = _alone(encoder, spec.tile, batch)
     if outcome.failed:
         raise outcome.failed[0]
-    return Speed(name, clock.total, clock.rate(), (before, after))
+    return Speed(name, clock.total, tuple(clock.turns))
 
 
 def write_slide(path: Path, side: int) -> Path:
@@ -101,31 +108,35 @@ def _tissue(rng: np.random.Generator) -> np.ndarray:
 
 @dataclass
 class _Clock:
-    """When how many patches were done."""
+    """Watches an extraction; every few patches it holds it up to time the encoder alone."""
 
+    encoder: PatchEncoder
+    batch: int
     total: int = 0
-    done: list[tuple[float, int]] = field(default_factory=list)
+    first: int = 0  # patches done when this turn began
+    start: float = 0.0
+    turns: list[tuple[float, float]] = field(default_factory=list)
 
-    def slide(self, path: Path, patches: int) -> None:
-        self.done = [(time.perf_counter(), 0)]
+    def slide(self, path: Path, patches: int) -> None: ...
 
     def patches(self, number: int) -> None:
         self.total += number
-        self.done.append((time.perf_counter(), self.total))
+        if self.total - self.first < _WARM:
+            return
+        if self.first:
+            fed = (self.total - self.first) / (time.perf_counter() - self.start)
+            time.sleep(_SETTLE)
+            self.turns.append((fed, _alone(self.encoder, self.batch)))
+        self.first, self.start = self.total, time.perf_counter()
 
     def finished(self, path: Path, how: str) -> None: ...
 
-    def rate(self) -> float:
-        start, first = next(mark for mark in self.done if mark[1] >= _WARM)
-        end, last = self.done[-1]
-        return (last - first) / (end - start)
 
-
-def _alone(encoder: PatchEncoder, tile: int, batch: int) -> float:
+def _alone(encoder: PatchEncoder, batch: int) -> float:
     """Patches a second of the encoder on patches in memory."""
-    tiles = np.random.default_rng(0).integers(0, 255, (_WARM, tile, tile, 3), np.uint8)
-    encode(encoder, tiles[:batch])
+    side = encoder.spec.tile
+    tiles = np.random.default_rng(0).integers(0, 255, (batch, side, side, 3), np.uint8)
     start = time.perf_counter()
-    for first in range(0, _WARM, batch):
-        encode(encoder, tiles[first : first + batch])
-    return _WARM / (time.perf_counter() - start)
+    for _ in range(_WARM // batch // 2):
+        encode(encoder, tiles)
+    return _WARM // batch // 2 * batch / (time.perf_counter() - start)

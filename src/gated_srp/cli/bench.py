@@ -90,8 +90,8 @@ def _bench_extract(output: Path | None) -> None:
 
     found = measure_extraction()
     say(
-        f"{found.encoder}: {found.patches:,} patches of a slide at {found.extraction:.1f} a second; the encoder alone, before and after: "
-        f"{found.alone[0]:.1f}, {found.alone[1]:.1f}; share {found.share:.3f} (promised >= {BOUND}: {'yes' if found.share >= BOUND else 'no'})"
+        f"{found.encoder}: {found.patches:,} patches of a slide, {found.extraction:.1f} a second; the encoder alone {found.alone:.1f}; "
+        f"share of each of {len(found.turns)} turns, their median: {found.share:.3f} (promised >= {BOUND}: {'yes' if found.share >= BOUND else 'no'})"
     )
     _write_json([{**asdict(found), "share": found.share}], output)
 
