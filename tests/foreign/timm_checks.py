@@ -3,34 +3,14 @@
 Usage: python timm_checks.py FOLDER_WITH_TIMM
 """
 
-import importlib.abc
-import importlib.machinery
 import sys
 import tempfile
-import types
 from pathlib import Path
-from unittest.mock import MagicMock
 
+sys.path[:0] = [sys.argv[1], str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from torchvision_stub import install  # noqa: E402
 
-class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Every torchvision module is an object that has everything and does nothing."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return (
-            importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None
-        )
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__ = [], spec
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-sys.meta_path.insert(0, Stub())
-sys.path[:0] = [sys.argv[1], str(Path(__file__).parent)]
+install()
 
 import pytest  # noqa: E402
 import support_table  # noqa: E402

@@ -16,8 +16,9 @@ from gated_srp.data import Preparation, prepare, read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.training import train_run
+from gated_srp.training.answers import curve_at
 from gated_srp.training.members import open_members, stride_problem
-from gated_srp.training.predict import curve_at, feature_files, predict_files, slide_names
+from gated_srp.training.predict import feature_files, predict_files, slide_names
 
 CARD = {
     "task": "classification",
