@@ -1,5 +1,6 @@
 """What this machine can and cannot do, found out where a wrong guess would end the process."""
 
+import ctypes
 import functools
 import os
 import platform
@@ -27,6 +28,19 @@ def bf16_environment() -> dict[str, str]:
         if probe.returncode == 0:
             return extra
     return _WITHOUT_AMX
+
+
+def keep_freed_memory() -> None:
+    """For a command that makes and frees the same few hundred megabytes over and over: what is freed stays with the process.
+
+    The C library of Linux returns every large block to the system, which clears it page by page when it is wanted again. Not for
+    training: slides of all sizes would leave holes behind. Elsewhere this does nothing.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # the numbers of mallopt(3)
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if adjust is not None:
+        adjust(mmap_threshold, 256 << 20)
+        adjust(trim_threshold, 1 << 30)
 
 
 def processor() -> str:

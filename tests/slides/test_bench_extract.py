@@ -18,8 +18,8 @@ def test_the_generated_slide_is_tissue_at_20x_with_two_levels_that_agree(tmp_pat
 
 
 def test_every_patch_is_extracted_and_the_share_is_the_median_of_the_turns():
-    found = measure_extraction("images:mean_colour", side=23, workers=0)
-    assert found.patches == 529
+    found = measure_extraction("images:mean_colour", side=28, workers=0)
+    assert found.patches == 784
     assert len(found.turns) == 1 and min(found.extraction, found.alone, found.share) > 0
     speed = Speed("x", 600, ((9.0, 10.0), (1.0, 2.0), (4.0, 5.0)))  # the machine was slow twice
     assert (speed.extraction, speed.alone, speed.share) == (4.0, 5.0, 0.8)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from gated_srp.errors import UserError
 from gated_srp.slides.encoders import PatchEncoder, find_encoder
-from gated_srp.slides.extract import Extraction, best_device, encode, extract_slides
+from gated_srp.slides.extract import Extraction, best_batch, best_device, best_workers, encode, extract_slides
 from gated_srp.slides.store import Trident
 from gated_srp.slides.tiles import Tiling
 
@@ -24,8 +24,9 @@ BOUND = 0.85  # share of the encoder's own speed that must be left
 _BLOCK = 256  # pixels of a JPEG block of the slide, as scanners write them
 _KINDS = 64  # different blocks
 _SMALLER = 4  # the slide's second level
-_WARM = 256  # patches before the clock starts, and of each turn
-_SETTLE = 0.3  # seconds until the reading processes have filled their queue and rest
+_WARM = 256  # patches before the clock starts
+_TURN = 256  # patches of each turn
+_SETTLE = 0.3  # seconds until the reading processes have filled their queue and rest: the encoder is then alone
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,22 @@ class Speed:
         return median(fed / alone for fed, alone in self.turns)
 
 
-def measure_extraction(name: str = "efficientnet_lite0", *, side: int = 64, workers: int = 2, batch: int = 8) -> Speed:
-    """A slide of ``side`` x ``side`` patches through the same function as ``gated-srp extract``, in a temporary folder."""
+def measure_extraction(
+    name: str = "efficientnet_lite0", *, side: int = 64, workers: int | None = None, batch: int | None = None
+) -> Speed:
+    """A slide of ``side`` x ``side`` patches through the same functions as ``gated-srp extract``, in a temporary folder."""
+    batch, workers = batch or best_batch(), best_workers() if workers is None else workers
     spec = find_encoder(name)
-    if side**2 < 2 * _WARM:
+    if side**2 < 2 * _WARM + _TURN:
         raise UserError(
-            f"bench: {side} x {side} patches are too few to see a steady state; expected 23 or more a side."
+            f"bench: {side} x {side} patches are too few to see a steady state; expected 28 or more a side."
         )
     encoder = spec.load().to(best_device())
     with tempfile.TemporaryDirectory(prefix="gated-srp-bench-") as place:
         slide = write_slide(Path(place) / "slide.tif", side * spec.tile)
         tiling = Tiling(size=spec.tile, tissue=0.0)
         settings = Extraction(encoder=spec, tiling=tiling, layout=Trident(Path(place)), batch=batch, workers=workers)
-        clock = _Clock(encoder, batch)
+        clock = _Clock(encoder, batch, read_ahead=settings.read_ahead * batch)
         outcome = extract_slides([slide], settings, clock)
     if outcome.failed:
         raise outcome.failed[0]
@@ -112,22 +116,23 @@ class _Clock:
 
     encoder: PatchEncoder
     batch: int
+    read_ahead: int  # patches that wait when the encoder comes back: they cost nothing, so the clock starts after them
     total: int = 0
-    first: int = 0  # patches done when this turn began
+    first: int = _WARM  # patches done when this turn's clock starts
     start: float = 0.0
     turns: list[tuple[float, float]] = field(default_factory=list)
 
     def slide(self, path: Path, patches: int) -> None: ...
 
     def patches(self, number: int) -> None:
-        self.total += number
-        if self.total - self.first < _WARM:
-            return
-        if self.first:
+        before, self.total = self.total, self.total + number
+        if before < self.first <= self.total:
+            self.first, self.start = self.total, time.perf_counter()
+        elif before > self.first and self.total >= self.first + _TURN:
             fed = (self.total - self.first) / (time.perf_counter() - self.start)
             time.sleep(_SETTLE)
             self.turns.append((fed, _alone(self.encoder, self.batch)))
-        self.first, self.start = self.total, time.perf_counter()
+            self.first = self.total + self.read_ahead
 
     def finished(self, path: Path, how: str) -> None: ...
 
@@ -137,6 +142,7 @@ def _alone(encoder: PatchEncoder, batch: int) -> float:
     side = encoder.spec.tile
     tiles = np.random.default_rng(0).integers(0, 255, (batch, side, side, 3), np.uint8)
     start = time.perf_counter()
-    for _ in range(_WARM // batch // 2):
+    rounds = max(1, _TURN // batch // 2)
+    for _ in range(rounds):
         encode(encoder, tiles)
-    return _WARM // batch // 2 * batch / (time.perf_counter() - start)
+    return rounds * batch / (time.perf_counter() - start)

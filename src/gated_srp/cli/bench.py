@@ -87,7 +87,9 @@ def _bench_extract(output: Path | None) -> None:
     from dataclasses import asdict
 
     from gated_srp.bench.extract import BOUND, measure_extraction
+    from gated_srp.machine import keep_freed_memory
 
+    keep_freed_memory()  # as the command does
     found = measure_extraction()
     say(
         f"{found.encoder}: {found.patches:,} patches of a slide, {found.extraction:.1f} a second; the encoder alone {found.alone:.1f}; "

@@ -36,14 +36,14 @@ def extract(
         Literal["trident", "atlaspatch"], typer.Option("--layout", help="Whose files to write.")
     ] = "trident",
     batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Patches the encoder gets at once; 8, or 64 on an accelerator.")
+        int | None,
+        typer.Option("--batch", min=1, help="Patches the encoder gets at once; 32, or 64 on an accelerator."),
     ] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=0, help="Processes that read patches.")] = None,
 ) -> None:
     """Find the tissue of slides and write the features of its patches, with a preview of each. Finished slides are kept."""
-    import os
-
-    from gated_srp.slides.extract import Extraction, best_batch, extract_slides, read_mpp
+    from gated_srp.machine import keep_freed_memory
+    from gated_srp.slides.extract import Extraction, best_batch, best_workers, extract_slides, read_mpp
     from gated_srp.slides.reader import find_slides
     from gated_srp.slides.store import LAYOUTS
     from gated_srp.slides.tiles import Tiling
@@ -60,8 +60,9 @@ def extract(
         mpp=each,
         every_mpp=every,
         batch=batch or best_batch(),
-        workers=min(8, os.cpu_count() or 1) if workers is None else workers,
+        workers=best_workers() if workers is None else workers,
     )
+    keep_freed_memory()
     with _watching(len(found)) as watch:
         outcome = extract_slides(found, settings, watch)
     _summary(outcome, settings.layout.path(settings.job(found[0])).parent)
@@ -191,21 +192,12 @@ def _features_of(
     slide: Path, out: Path, spec: "Encoder", tiling: "Tiling", *, weights: Path | None, mpp: float | None
 ) -> Path:
     """The slide's feature file, extracted if it is not there."""
-    import os
-
-    from gated_srp.slides.extract import Extraction, best_batch, extract_slides
+    from gated_srp.machine import keep_freed_memory
+    from gated_srp.slides.extract import Extraction, extract_slides
     from gated_srp.slides.store import Trident
 
-    workers = min(8, os.cpu_count() or 1)
-    settings = Extraction(
-        encoder=spec,
-        tiling=tiling,
-        layout=Trident(out),
-        weights=weights,
-        every_mpp=mpp,
-        batch=best_batch(),
-        workers=workers,
-    )
+    settings = Extraction(encoder=spec, tiling=tiling, layout=Trident(out), weights=weights, every_mpp=mpp)
+    keep_freed_memory()
     with _watching(1) as watch:
         outcome = extract_slides([slide], settings, watch)
     if outcome.failed:

@@ -3,12 +3,14 @@
 Shapes: N patches, S side of a tile, D width of the features.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +28,19 @@ from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, 
 _AHEAD = 3  # batches in flight for each reading process
 
 
+def best_device() -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
+
+
+def best_batch() -> int:
+    return 32 if best_device().type == "cpu" else 64
+
+
+def best_workers() -> int:
+    return min(8, os.cpu_count() or 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Extraction:
     """Settings of one extraction. ``mpp``: microns a pixel by slide name, over what slides say; ``every_mpp``: for all."""
@@ -36,8 +51,13 @@ class Extraction:
     weights: Path | None = None
     mpp: Mapping[str, float] = field(default_factory=dict)
     every_mpp: float | None = None
-    batch: int = 8
-    workers: int = 2
+    batch: int = field(default_factory=best_batch)
+    workers: int = field(default_factory=best_workers)
+
+    @property
+    def read_ahead(self) -> int:
+        """Batches that are read or being read while the encoder works."""
+        return _AHEAD * max(1, self.workers)
 
     def job(self, slide: Path) -> Job:
         mpp = self.mpp.get(slide.name, self.mpp.get(slide.stem, self.every_mpp))
@@ -105,16 +125,6 @@ def encode(encoder: PatchEncoder, tiles: np.ndarray) -> np.ndarray:
     return features.cpu().numpy()
 
 
-def best_device() -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
-
-
-def best_batch() -> int:
-    """On a processor more than a few are slower: what a layer passes on leaves the caches."""
-    return 8 if best_device().type == "cpu" else 64
-
-
 def _one(
     pool: Executor,
     slide: Path,
@@ -163,14 +173,18 @@ def _plans(pool: Executor, slides: Sequence[Path], settings: Extraction) -> Iter
 def _batches(pool: Executor, slide: Path, plan: TilePlan, settings: Extraction) -> Iterator[tuple[int, np.ndarray]]:
     """(number of the first row, tiles) in order, with a few batches read ahead."""
     flying: deque[tuple[int, Future[np.ndarray]]] = deque()
+    todo = iter(range(0, len(plan.coords), settings.batch))
+    group = max(1, settings.workers)
     try:
-        for start in range(0, len(plan.coords), settings.batch):
-            part = plan.coords[start : start + settings.batch]
-            flying.append((start, pool.submit(read_tiles, slide, plan.footprint, plan.tiling.size, part)))
-            if len(flying) > _AHEAD * max(1, settings.workers):
-                first, future = flying.popleft()
-                yield first, future.result()
-        while flying:
+        while True:
+            # One batch for every reader at a time: on a processor that encodes as well, one reader alone would hold up one of the
+            # encoder's threads and make the others wait for it.
+            if len(flying) <= settings.read_ahead - group:
+                for start in islice(todo, group):
+                    part = plan.coords[start : start + settings.batch]
+                    flying.append((start, pool.submit(read_tiles, slide, plan.footprint, plan.tiling.size, part)))
+            if not flying:
+                return
             first, future = flying.popleft()
             yield first, future.result()
     finally:

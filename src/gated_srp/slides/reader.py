@@ -82,7 +82,10 @@ class SlideImage:
                 self.path,
                 f"the pixels at ({x}, {y}) cannot be read ({_said(error)}). The file is cut short or damaged; copy it again.",
             ) from error
-        if image.mode == "RGBA":
+        if image.mode == "RGBA" and image.getchannel("A").getextrema() != (
+            255,
+            255,
+        ):  # hardly ever: a patch of tissue is opaque
             white = Image.new("RGB", image.size, "white")
             white.paste(image, mask=image.getchannel("A"))
             image = white
