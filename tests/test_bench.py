@@ -37,6 +37,12 @@ def test_rows_cover_every_phase_arm_and_precision():
     assert all(r.tokens == 40 and r.seconds > 0 for r in rows)
 
 
+def test_every_turn_begins_with_another_job():
+    ran = []
+    bench.best_seconds({name: lambda name=name: ran.append(name) for name in "abc"}, 3)
+    assert "".join(ran) == "abc" + "abc" + "bca" + "cab"
+
+
 @pytest.mark.parametrize("phase", ["train", "stream"])
 def test_a_peak_comes_from_a_process_of_its_own(phase):
     row = bench.peak(300, phase, "gated_srp", "float32")

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import textbook
+from gated_srp.models import position
 from gated_srp.models.block import FeedForward
 from gated_srp.models.position import PPEG
 
@@ -38,3 +39,17 @@ def test_one_folded_kernel_equals_three_convolutions_and_the_skip(side):
     theirs = torch.autograd.grad(b.pow(3).sum(), [x, *plain.parameters()])
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_ppeg_convolves_in_channels_last_layout_without_reordering_rows(monkeypatch):
+    seen = []
+    monkeypatch.setattr(position, "depthwise", lambda square, weight, bias: seen.append(square) or square)
+    x = torch.randn(1, 1 + 16, 3)
+    assert torch.equal(PPEG(3)(x), x)
+    assert seen[0].stride() == (
+        48,
+        1,
+        12,
+        3,
+    )  # the library takes the layout from every stride, also from that of the only bag
+    assert seen[0].data_ptr() == x[:, 1:].data_ptr()

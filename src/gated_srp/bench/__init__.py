@@ -4,9 +4,17 @@ Each memory figure comes from a fresh subprocess: peak resident size above the i
 what counts are the ratios of one run.
 """
 
-from gated_srp.bench.figures import Figure, figures, full_figures, multiply_rate, predict_operations
-from gated_srp.bench.measure import MULTIPLY_OPERATIONS, Row, best_seconds, growth, memory_arms, peak, time_arms
-from gated_srp.bench.subjects import Ours, Textbook, make, make_slide, run_phase
+from gated_srp.bench.figures import Figure, figures, full_figures, multiply_rate
+from gated_srp.bench.measure import Row, best_seconds, growth, memory_arms, peak, time_arms
+from gated_srp.bench.subjects import (
+    MULTIPLY_OPERATIONS,
+    Ours,
+    Textbook,
+    make,
+    make_slide,
+    predict_operations,
+    run_phase,
+)
 
 __all__ = [
     "MULTIPLY_OPERATIONS",

@@ -1,18 +1,9 @@
 """The ratios that we promise, computed from measurements."""
 
-import math
 from dataclasses import dataclass
 
-from gated_srp.bench.measure import MULTIPLY_OPERATIONS, Row
-from gated_srp.bench.subjects import IN_DIM
-
-
-def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: int = 64) -> float:
-    """Multiplications and additions of our own forward: what the matrix products of the fast path cost."""
-    rows = math.ceil(math.sqrt(tokens)) ** 2 + 1
-    block = 2 * rows * dim * (3 * dim + dim + 8 * dim) + 2 * 4 * rows * landmarks * dim
-    last = 2 * rows * dim * 2 * dim + 2 * 2 * rows * landmarks * dim
-    return 2 * tokens * IN_DIM * dim + (depth - 1) * block + last
+from gated_srp.bench.measure import Row
+from gated_srp.bench.subjects import MULTIPLY_OPERATIONS, predict_operations
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What is measured: the textbook and our arms on one generated slide."""
 
 import importlib.util
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from gated_srp.models import build_model
 from gated_srp.srp import PatchGraph
 
 IN_DIM, STRIDE = 1536, 512
+MULTIPLY_OPERATIONS = 2 * 10_000 * IN_DIM * IN_DIM  # of the product that shows what the machine can do
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,14 @@ def run_phase(subject: Ours | Textbook, phase: str, dtype: str) -> None:
     if phase == "train":
         subject.model.zero_grad()
         torch.nn.functional.cross_entropy(logits.float(), torch.tensor(2)).backward()
+
+
+def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: int = 64) -> float:
+    """Multiplications and additions of our own forward: what the matrix products of the fast path cost."""
+    rows = math.ceil(math.sqrt(tokens)) ** 2 + 1
+    block = 2 * rows * dim * (3 * dim + dim + 8 * dim) + 2 * 4 * rows * landmarks * dim
+    last = 2 * rows * dim * 2 * dim + 2 * 2 * rows * landmarks * dim
+    return 2 * tokens * IN_DIM * dim + (depth - 1) * block + last
 
 
 def _precision(dtype: str) -> AbstractContextManager[Any]:

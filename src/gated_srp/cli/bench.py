@@ -104,7 +104,7 @@ def _bench_models(full: bool, output: Path | None) -> None:
     rows: list[Row] = []
     for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
         say(f"timing {tokens:,} patches ...")
-        rows += measure.time_arms(tokens, repeats=3 if tokens > 20_000 else 8)
+        rows += measure.time_arms(tokens, repeats=5 if tokens > 20_000 else 16)
         if tokens >= 10_000:
             say(f"memory of {tokens:,} patches, each figure in a process of its own ...")
             rows += measure.memory_arms(tokens)

@@ -21,10 +21,11 @@ class PPEG(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cls, patches = torch.split(x, [1, x.shape[1] - 1], dim=1)  # its backward is one cat; that of slices fills zeros
         side = round(patches.shape[1] ** 0.5)
-        square = patches.transpose(1, 2).unflatten(2, (side, side))  # (B, C, S, S), channels last in memory
-        weight, bias = self._folded()
-        square = depthwise(square, weight, bias)
-        return torch.cat([cls.to(square.dtype), square.flatten(2).transpose(1, 2)], dim=1)
+        # Channels last, and said so by every stride: transposed rows cut into a square look otherwise to the library, which
+        # then reorders them, convolves them four times as slowly and hands back an answer that has to be reordered again.
+        square = patches.unflatten(1, (side, side)).movedim(-1, 1)  # (B, C, S, S)
+        square = depthwise(square, *self._folded())
+        return torch.cat([cls.to(square.dtype), square.movedim(1, -1).flatten(1, 2)], dim=1)
 
     def _folded(self) -> tuple[Tensor, Tensor]:
         """The three kernels and the skip as one 7 x 7 kernel: convolution is linear in its kernel."""

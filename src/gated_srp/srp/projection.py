@@ -120,13 +120,14 @@ def measure(y: Tensor, axis_at: AxisAt) -> Measured:
     """Eq. 4's component and the lengths behind Eq. 10 in one pass over row chunks, not differentiated."""
     with torch.no_grad():
         dtype = torch.promote_types(y.dtype, torch.float32)
-        scale, component, norm = (torch.empty(y.shape[:-1], dtype=dtype, device=y.device) for _ in range(3))
+        size, component, norm = (torch.empty(y.shape[:-1], dtype=dtype, device=y.device) for _ in range(3))
         for rows in chunks(y):
             part, axis = wide(y[rows]), axis_at(rows)
-            size = torch.linalg.vector_norm(axis, dim=-1)
-            scale[rows] = torch.where(size > 0, 1 / size, 0.0)
-            torch.mul(along(part, axis), scale[rows], out=component[rows])
+            torch.linalg.vector_norm(axis, dim=-1, out=size[rows])
+            component[rows] = along(part, axis)
             torch.linalg.vector_norm(part, dim=-1, out=norm[rows])
+        scale = torch.where(size > 0, 1 / size, 0.0)
+        component *= scale
         return Measured(scale, component, norm)
 
 
