@@ -4,6 +4,7 @@ Shapes: B batch, H heads, L rows, D head width.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,10 @@ class Adapter(nn.Module):
         change = self.up(F.gelu(self.down(y))).to(y.dtype)
         rows = (graph.neighbour_count > 0).view(len(y), 1, -1, 1)  # never CLS, never padding: the gate's rows
         return torch.where(rows, y + change, y)
+
+    def by_rows(self, v: Tensor, graph: PatchGraph) -> Callable[[Tensor, slice], Tensor]:
+        """`forward` of one bag, some rows at a time: y of these rows (1, H, R, D) -> (R, H, D)."""
+        return lambda y, rows: self(y, v, graph.part(rows))[0].transpose(0, 1)
 
     def linear(self, y: Tensor, v: Tensor, graph: PatchGraph, layer: nn.Linear) -> Tensor:
         """layer(merge_heads(self(y, v, graph))): (B, L, O)."""

@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channels.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +24,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
+    def by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph) -> tuple[Callable[[slice], Tensor], Tensor]:
+        """`forward` of norm(x) for one bag when no gradient is wanted: y of any rows on demand, (1, H, rows, D), and v of all."""
+        y, v = self(norm(x), graph)
+        return lambda rows: y[:, :, rows], v
+
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         """y and v of row 0 alone, (B, H, 1, D) each: what a head that reads CLS needs of the last block."""
         raise NotImplementedError
+
+    def first_by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        """`first_row` of norm(x) for one bag when no gradient is wanted."""
+        return self.first_row(norm(x), graph)
 
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
         """Weights with which row 0 reads the values of all rows, (B, H, L)."""
@@ -53,10 +63,15 @@ def projections(x: Tensor, weight: Tensor, bias: Tensor, dim: int) -> tuple[Tens
     """linear(x, weight, bias) cut into tensors of ``dim`` channels: (B, L, C) -> as many (B, L, dim)."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(F.linear(x, w, b) for w, b in zip(weight.split(dim), bias.split(dim), strict=True))
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = product_dtype(x)
     parts: tuple[Tensor, ...] = _Projections.apply(x.to(dtype), weight.to(dtype), bias.to(dtype), dim)  # type: ignore[no-untyped-call]
     return parts
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer computes in on rows like x: autocast's precision where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _Projections(torch.autograd.Function):

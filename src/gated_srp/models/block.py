@@ -17,7 +17,10 @@ from gated_srp.srp.projection import add_product, chunks, linear_into
 
 
 class Block(nn.Module):
-    """x + keep * attention(LN x), then x + keep * mlp(LN x); ``keep`` (2, B) are drop-path factors, None keeps everything."""
+    """x + keep * attention(LN x), then x + keep * mlp(LN x); ``keep`` (2, B) are drop-path factors, None keeps everything.
+
+    ``overwrite``: nobody needs x afterwards, so its memory may take the result when no gradient is wanted.
+    """
 
     def __init__(
         self, dim: int, attention: Attention, *, correction: GatedSRP | Adapter | None = None, mlp_ratio: int = 4
@@ -29,21 +32,36 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = FeedForward(dim, mlp_ratio * dim)
 
-    def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
-        y, v = self.attn(self.norm1(x), graph)
-        x = _add(x, self._merge(y, v, graph), keep, 0)
-        if keep is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._feed_forward_in_place(x)
-        return _add(x, self.mlp(self.norm2(x)), keep, 1)
+    def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+        if self._plainly(x, keep):
+            y, v = self.attn(self.norm1(x), graph)
+            x = _add(x, self._merge(y, v, graph), keep, 0)
+            return _add(x, self.mlp(self.norm2(x)), keep, 1)
+        spent = overwrite and not self._forward_hooks  # a hook on the block is shown what went in
+        return self._by_rows(x, graph, x if spent else torch.empty_like(x))
 
-    def _feed_forward_in_place(self, x: Tensor) -> Tensor:
-        """x + mlp(LN x) when no gradient is wanted: the hidden rows exist for one chunk at a time, the sum replaces x."""
-        for bag in x:
-            for rows in chunks(bag, 2048):
-                bag[rows] += self.mlp(self.norm2(bag[rows]))
-        return x
+    def _plainly(self, x: Tensor, keep: Tensor | None) -> bool:
+        """Whether the parts are called as they are written: for gradients, compilers, batches, drop path and whoever watches them."""
+        watched = any(m._forward_hooks or m._forward_pre_hooks for m in (self.attn, self.correction) if m is not None)
+        return torch.is_grad_enabled() or torch.compiler.is_compiling() or len(x) > 1 or keep is not None or watched
 
-    def cls_attention(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+    def _by_rows(self, x: Tensor, graph: PatchGraph, out: Tensor) -> Tensor:
+        """`forward` of one bag when no gradient is wanted: of its rows only x, v and the result exist as a whole.
+
+        ``out`` takes the result and may be x: once v and the landmarks are known, a row needs no other row of x.
+        """
+        y_at, v = self.attn.by_rows(x, self.norm1, graph)
+        correct = None if self.correction is None else self.correction.by_rows(v, graph)
+        for rows in chunks(x[0], 2048):
+            y = y_at(rows)  # (1, H, chunk, D)
+            z = merge_heads(y)[0] if correct is None else correct(y, rows).flatten(1)  # (chunk, C)
+            part = _add(x[0, rows], self.attn.proj(z), None, 0)
+            torch.add(part, self.mlp(self.norm2(part)), out=out[0, rows])
+        return out
+
+    def cls_attention(
+        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, overwrite: bool = False
+    ) -> Tensor:
         """Attention of CLS to the patches, (H, N) for one bag."""
         return graph.patches(self.attn.cls_map(self.norm1(x), graph))
 
@@ -57,8 +75,11 @@ class Block(nn.Module):
 class LastBlock(Block):
     """The last block of a model whose head reads CLS alone: keys and values of all rows, everything else for one. (B, 1, C)."""
 
-    def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
-        y, v = self.attn.first_row(self.norm1(x), graph)
+    def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+        if self._plainly(x, keep):
+            y, v = self.attn.first_row(self.norm1(x), graph)
+        else:
+            y, v = self.attn.first_by_rows(x, self.norm1, graph)
         x = _add(x[:, :1], self._merge(y, v, graph.first_rows()), keep, 0)
         return _add(x, self.mlp(self.norm2(x)), keep, 1)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.models.attention import Attention, check_heads, key_mask, split_heads, weights
-from gated_srp.models.nystrom import check_one_length, landmarks, nystrom, nystrom_map
+from gated_srp.models.nystrom import check_one_length, landmarks, nystrom, nystrom_map, segment_means
 from gated_srp.srp import PatchGraph
 
 
@@ -95,5 +95,6 @@ class DifferentialNystrom(DifferentialAttention):
         return nystrom_map(q, k, *self._landmarks(x, branch))
 
     def _landmarks(self, x: Tensor, branch: int) -> list[Tensor]:
-        marks = (landmarks(x, layer.weight, None, self.num_landmarks) for layer in (self.q_proj, self.k_proj))
+        means = segment_means(x, self.num_landmarks)
+        marks = (landmarks(means, layer.weight, None, self.num_landmarks) for layer in (self.q_proj, self.k_proj))
         return [split_heads(m, 2 * self.num_heads)[:, branch::2] for m in marks]

@@ -3,14 +3,16 @@
 Shapes: B batch, H heads, L rows (row 0 is CLS), M landmarks, D head width, C channels.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
-from gated_srp.models.attention import FusedAttention, split_heads, weights
+from gated_srp.models.attention import FusedAttention, product_dtype, split_heads, weights
 from gated_srp.srp import PatchGraph
-from gated_srp.srp.projection import chunks
+from gated_srp.srp.projection import chunks, linear_into
 
 
 class NystromAttention(FusedAttention):
@@ -22,35 +24,49 @@ class NystromAttention(FusedAttention):
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            q, k, v = self.heads(x)
-            return nystrom(q, k, v, *self._landmarks(x)), v
-        return self._queries_in_chunks(x)
+        q, k, v = self.heads(x)
+        return nystrom(q, k, v, *self._landmarks(segment_means(x, self.num_landmarks))), v
 
-    def _queries_in_chunks(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward` when no gradient is wanted: queries exist for one chunk of rows at a time, y takes the memory of the keys."""
-        q_marks, k_marks = self._landmarks(x)
-        k, v = self.heads(x, 1, 3)
+    def by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph) -> tuple[Callable[[slice], Tensor], Tensor]:
+        """Normalised rows and queries exist for one chunk of rows at a time, keys until the landmarks have read them."""
+        means, k, v = self._keys_and_values(x, norm)
+        q_marks, k_marks = self._landmarks(means)
         u = landmark_values(q_marks, k_marks, k, v)
-        for rows in chunks(x[0]):
-            (q,) = self.heads(x[:, rows], 0, 1)
-            k[:, :, rows] = F.scaled_dot_product_attention(q, k_marks, u)
-        return k, v
+        return lambda rows: F.scaled_dot_product_attention(self.heads(norm(x[:, rows]), 0, 1)[0], k_marks, u), v
+
+    def first_by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        y_at, v = self.by_rows(x, norm, graph)
+        return y_at(slice(0, 1)), v[:, :, :1]
+
+    def _keys_and_values(self, x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        """Segment means, keys and values of norm(x), (1, L, C), a few whole segments of rows at a time."""
+        dim, dtype = self.proj.in_features, product_dtype(x)
+        weights, biases = (p[dim:].to(dtype).split(dim) for p in (self.qkv.weight, self.qkv.bias))
+        keys, values = (x.new_empty(x.shape[1], dim, dtype=dtype) for _ in range(2))
+        size = segment_size(x.shape[1], self.num_landmarks)
+        means = []
+        for rows in chunks(x[0], max(1, 1024 // size) * size):
+            part = norm(x[:, rows])
+            means.append(means_of_segments(part, size))
+            for out, weight, bias in zip((keys, values), weights, biases, strict=True):
+                linear_into(out[rows], part[0].to(dtype), weight, bias)
+        k, v = (split_heads(out[None], self.num_heads) for out in (keys, values))
+        return torch.cat(means, dim=1), k, v
 
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
         (q,) = self.heads(x[:, :1], 0, 1)
         k, v = self.heads(x, 1, 3)
-        return nystrom(q, k, v, *self._landmarks(x)), v[:, :, :1]
+        return nystrom(q, k, v, *self._landmarks(segment_means(x, self.num_landmarks))), v[:, :, :1]
 
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
         (q,) = self.heads(x[:, :1], 0, 1)
         (k,) = self.heads(x, 1, 2)
-        return nystrom_map(q, k, *self._landmarks(x)).squeeze(2)
+        return nystrom_map(q, k, *self._landmarks(segment_means(x, self.num_landmarks))).squeeze(2)
 
-    def _landmarks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _landmarks(self, means: Tensor) -> tuple[Tensor, Tensor]:
         dim = self.proj.in_features
-        rows = landmarks(x, self.qkv.weight[: 2 * dim], self.qkv.bias[: 2 * dim], self.num_landmarks)
+        rows = landmarks(means, self.qkv.weight[: 2 * dim], self.qkv.bias[: 2 * dim], self.num_landmarks)
         q, k = rows.chunk(2, dim=-1)
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads)
 
@@ -72,9 +88,14 @@ def landmark_values(q_marks: Tensor, k_marks: Tensor, k: Tensor, v: Tensor) -> T
 
 
 def nystrom_map(q: Tensor, k: Tensor, q_marks: Tensor, k_marks: Tensor) -> Tensor:
-    """The weights F pinv(A) B themselves for a few queries: (B, H, queries, L), signed, rows need not sum to one."""
+    """The weights F pinv(A) B themselves for a few queries: (B, H, queries, L), signed, rows need not sum to one.
+
+    B, M numbers a row and head, exists for one head at a time.
+    """
     with torch.autocast(q.device.type, enabled=False):
-        return weights(q, k_marks) @ pinv(weights(q_marks, k_marks)) @ weights(q_marks, k)
+        left = weights(q, k_marks) @ pinv(weights(q_marks, k_marks))  # (B, H, queries, M)
+        heads = zip(left.unbind(1), q_marks.unbind(1), k.unbind(1), strict=True)
+        return torch.stack([part @ weights(marks, keys) for part, marks, keys in heads], dim=1)
 
 
 def pinv(a: Tensor, iterations: int = 6) -> Tensor:
@@ -92,19 +113,26 @@ def pinv(a: Tensor, iterations: int = 6) -> Tensor:
     return z
 
 
-def landmarks(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """Segment means of linear(x), taken as linear(segment means of x): (B, L, C) -> (B, count, O).
+def landmarks(means: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """Segment means of linear(x), taken as linear(segment means of x): (B, <= count, C) -> (B, count, O).
 
     A landmark without rows is zero, not the bias, and takes part in every softmax.
     """
-    marks = F.linear(segment_means(x, count), weight, bias)
+    marks = F.linear(means, weight, bias)
     return F.pad(marks, (0, 0, 0, count - marks.shape[1]))
 
 
 def segment_means(x: Tensor, count: int) -> Tensor:
     """Means of successive segments of ceil(L / count) rows, the last one of what is left: (B, L, C) -> (B, <= count, C)."""
+    return means_of_segments(x, segment_size(x.shape[1], count))
+
+
+def segment_size(rows: int, count: int) -> int:
+    return -(-rows // count)
+
+
+def means_of_segments(x: Tensor, size: int) -> Tensor:
     rows = x.shape[1]
-    size = -(-rows // count)
     rest = rows % size
     body, tail = torch.split(x, [rows - rest, rest], dim=1)  # its backward is one cat; that of slices fills zeros
     means = body.unflatten(1, (-1, size)).mean(2)

@@ -89,7 +89,7 @@ class SlideTransformer(SlideModel):
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rows, scale, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rows, scale)
+                x = block(x, rows, scale, overwrite=True)
             if number == 0 and self.ppeg is not None:
                 x = self.ppeg(x)
         logits: Tensor = self.head(self.norm(x[:, 0]))

@@ -138,6 +138,11 @@ class PatchGraph:
             before=self.before + before,
         )
 
+    def part(self, rows: slice) -> Self:
+        """The lists and h_local of some rows alone; their neighbours are still numbered among all rows."""
+        neighbours, offsets = _lists(self.neighbours, self.offsets, rows)
+        return replace(self, neighbours=neighbours, offsets=offsets, homogeneity=self.homogeneity[rows])
+
     def first_rows(self) -> Self:
         """The graph of each bag's first row alone (CLS), which has no neighbours."""
         none = self.neighbours[:0]

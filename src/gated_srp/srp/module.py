@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, L rows, D head width, R = B * L.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from gated_srp.errors import UserError
 from gated_srp.srp.coefficient import Coefficient, SignedGate
 from gated_srp.srp.direction import Direction, NeighbourMean
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.projection import along, corrected, corrected_linear, length, measure, project, unit
+from gated_srp.srp.projection import along, corrected, corrected_linear, length, measure, project, remove, unit
 
 
 class GatedSRP(nn.Module):
@@ -78,6 +80,21 @@ class GatedSRP(nn.Module):
             y_rows.to(dtype), v_rows, beta, weights, measured, lambda values: self.direction.axis_at(values, graph)
         )
         return rows.view(len(y), -1, rows.shape[-1])
+
+    def by_rows(self, v: Tensor, graph: PatchGraph) -> Callable[[Tensor, slice], Tensor]:
+        """`forward` of one bag when no gradient is wanted, some rows at a time: y of these rows (1, H, R, D) -> z (R, H, D).
+
+        A row's axis, diagnostics, beta and correction depend on other rows through v alone, so one pass does it all.
+        """
+        axis_at = self.direction.axis_at(_rows(v), graph)
+
+        def correct(y: Tensor, rows: slice) -> Tensor:
+            y_rows, axis = _rows(y), axis_at(rows)
+            measured = measure(y_rows, lambda part: axis[part])
+            beta = self.coefficient(measured.component, measured.norm, graph.part(rows))
+            return remove(y_rows, axis, measured.amount(beta))
+
+        return correct
 
     def _composed(self) -> bool:
         """Whether the equations are left to autograd or a compiler, one by one, instead of passing over row chunks."""

@@ -115,6 +115,10 @@ class Measured:
     component: Tensor
     norm: Tensor
 
+    def amount(self, beta: Tensor) -> Tensor:
+        """beta <y, axis / |axis|> / |axis|: how much of the axis, as it is before it is normalised, is removed."""
+        return beta * self.component * self.scale
+
 
 def measure(y: Tensor, axis_at: AxisAt) -> Measured:
     """Eq. 4's component and the lengths behind Eq. 10 in one pass over row chunks, not differentiated."""
@@ -137,7 +141,7 @@ class _Correct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Tensor, beta: Tensor, measured: Measured) -> Tensor:
         ctx.save_for_backward(axis, beta, measured.component, measured.scale)
-        amount = beta * measured.component * measured.scale  # (R, H), of the axis before it is normalised
+        amount = measured.amount(beta)  # (R, H)
         z = y.new_empty(y.shape)
         for rows in chunks(y):
             z[rows] = remove(y[rows], axis[rows], amount[rows])
@@ -182,7 +186,7 @@ class _CorrectedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(y, v, beta, weight, measured.component, measured.scale)
         ctx.axis_of, ctx.biased = axis_of, bias is not None
-        amount = beta * measured.component * measured.scale  # (R, H), of the axis before it is normalised
+        amount = measured.amount(beta)  # (R, H)
         axis_at = axis_of(v)
         out = y.new_empty(len(y), len(weight))
         for rows in chunks(y):

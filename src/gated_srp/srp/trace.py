@@ -43,23 +43,27 @@ def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Itera
     handles = []
 
     def watch(layer: nn.Module, record: LayerTrace, mapped: bool) -> None:
-        done = {"layer": False, "gate": False}
+        done = False
+        parts: list[
+            tuple[Tensor, Tensor, PatchGraph]
+        ] = []  # beta and correction: a gate may be asked some rows at a time
 
         def on_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-            nonlocal calls
+            nonlocal calls, done
             calls += 1
-            if mapped and not done["layer"]:
+            if mapped and not done:
                 with torch.no_grad():
                     record.cls_attention = module.cls_attention(*args, **kwargs)
-            done["layer"] = True
+            if parts and not done:
+                betas, corrections, graphs = zip(*parts, strict=True)
+                record.beta, record.correction = (_columns(torch.cat(rows), graphs[0]) for rows in (betas, corrections))
+            done = True
 
         def on_gate(_: Any, args: tuple[Any, ...], beta: Tensor) -> None:
             component, _norm, graph = args
-            if not done["gate"]:
+            if not done:
                 beta, component = beta.detach(), component.detach()
-                record.beta = _columns(beta, graph)
-                record.correction = _columns((beta * component).abs(), graph)
-            done["gate"] = True
+                parts.append((beta, (beta * component).abs(), graph))
 
         handles.append(layer.register_forward_hook(on_layer, with_kwargs=True))
         if isinstance(layer.correction, GatedSRP):

@@ -1,0 +1,90 @@
+"""A prediction passes over a slide some rows at a time; it equals what the parts give when they are called as they are written."""
+
+import pytest
+import torch
+
+from gated_srp.models import build_model
+from gated_srp.srp import PatchGraph, trace
+
+ARMS = [
+    "na",
+    "gated_srp",
+    "xsa",
+    "diff",
+    "adapter",
+    "axis_slide_mean",
+    "axis_shuffled",
+    "gated_srp_live",
+    "vit4",
+    "vit4_gated_srp",
+]
+PATCHES = 2500  # two chunks of rows
+
+
+@pytest.fixture(scope="module")
+def slide():
+    draw = torch.Generator().manual_seed(0)
+    features = torch.randn(PATCHES, 8, generator=draw, dtype=torch.float64)
+    coords = torch.stack([torch.arange(PATCHES) % 50, torch.arange(PATCHES) // 50], 1) * 256
+    return features[None], PatchGraph.from_coords(coords, features, stride=256)
+
+
+def trained(arm):
+    """A small model whose every number is away from its start: gates that are open, biases that are not zero."""
+    model = build_model(arm, in_dim=8, num_outputs=3, dim=16, num_heads=2, drop_path=0.0).double().eval()
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    return model
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_logits_equal_those_of_the_plain_forward(arm, slide):
+    model = trained(arm)
+    plain = model(*slide).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(model(*slide), plain, atol=1e-9, rtol=1e-9)
+
+
+def test_a_trace_sees_the_gates_of_all_rows(slide):
+    model = trained("gated_srp")
+    with trace(model) as plain:
+        model(*slide)
+    with torch.no_grad(), trace(model) as seen:
+        model(*slide)
+    for a, b in zip(seen[:3], plain[:3], strict=True):
+        assert a.beta.shape == (2, PATCHES)
+        for name in ("beta", "correction", "cls_attention"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name).detach(), atol=1e-9, rtol=1e-9)
+
+
+def test_a_block_leaves_its_input_alone_unless_it_may_overwrite_it_and_nobody_looks(slide):
+    model = trained("gated_srp")
+    block = model.blocks[1]
+    with torch.no_grad():
+        x, graph = model.tokens(*slide)
+        kept = x.clone()
+        expected = block(x, graph)
+        assert torch.equal(x, kept)
+        handle = block.register_forward_hook(lambda *_: None)
+        assert torch.equal(block(x, graph, overwrite=True), expected) and torch.equal(x, kept)
+        handle.remove()
+        result = block(x, graph, overwrite=True)
+    assert result is x and torch.equal(x, expected)
+
+
+def test_whoever_hooks_the_attention_sees_all_its_rows(slide):
+    model, seen = trained("gated_srp"), []
+    model.blocks[0].attn.register_forward_hook(lambda module, args, output: seen.append(output[0].shape))
+    with torch.no_grad():
+        model(*slide)
+    assert seen == [(1, 2, 2501, 8)]
+
+
+def test_half_precision_by_rows_equals_half_precision_at_once(slide):
+    model = trained("gated_srp").float()
+    features, graph = slide[0].float(), slide[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(features, graph).detach()
+        with torch.no_grad():
+            torch.testing.assert_close(model(features, graph), plain, atol=0.05, rtol=0.05)
