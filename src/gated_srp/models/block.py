@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C channels, R rows of all bags.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gated_srp.models.adapter import Adapter
-from gated_srp.models.attention import Attention, merge_heads
+from gated_srp.models.attention import Attention, merge_heads, product_dtype
 from gated_srp.srp import GatedSRP, PatchGraph
 from gated_srp.srp.projection import add_product, chunks, linear_into
 
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
     def _plainly(self, x: Tensor, keep: Tensor | None) -> bool:
         """Whether the parts are called as they are written: for gradients, compilers, batches, drop path and whoever watches them."""
-        watched = any(m._forward_hooks or m._forward_pre_hooks for m in (self.attn, self.correction) if m is not None)
+        parts = (*self.attn.modules(), *self.mlp.modules(), self.correction)
+        watched = any(m._forward_hooks or m._forward_pre_hooks for m in parts if m is not None)
         return torch.is_grad_enabled() or torch.compiler.is_compiling() or len(x) > 1 or keep is not None or watched
 
     def _by_rows(self, x: Tensor, graph: PatchGraph, out: Tensor) -> Tensor:
@@ -52,11 +54,12 @@ class Block(nn.Module):
         """
         y_at, v = self.attn.by_rows(x, self.norm1, graph)
         correct = None if self.correction is None else self.correction.by_rows(v, graph)
+        feed_forward = self.mlp.by_rows(x, 2048)
         for rows in chunks(x[0], 2048):
             y = y_at(rows)  # (1, H, chunk, D)
             z = merge_heads(y)[0] if correct is None else correct(y, rows).flatten(1)  # (chunk, C)
             part = _add(x[0, rows], self.attn.proj(z), None, 0)
-            torch.add(part, self.mlp(self.norm2(part)), out=out[0, rows])
+            torch.add(part, feed_forward(self.norm2(part)), out=out[0, rows])
         return out
 
     def cls_attention(
@@ -97,11 +100,24 @@ class FeedForward(nn.Module):
             return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
             return self.fc2(torch.ops.aten.gelu_(self.fc1(x)))  # type: ignore[no-any-return]
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = product_dtype(x)
         weights = (p.to(dtype) for p in (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias))
         out: Tensor = _FeedForward.apply(x.to(dtype), *weights)  # type: ignore[no-untyped-call]
         return out
+
+    def by_rows(self, x: Tensor, most: int) -> Callable[[Tensor], Tensor]:
+        """`forward` of at most so many rows like those of x at a time when no gradient is wanted; their hidden rows share one memory."""
+        dtype = product_dtype(x)
+        w1, b1, w2, b2 = (p.to(dtype) for p in (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias))
+        most = most if x.device.type == "cpu" else x.shape[1]
+        memory = x.new_empty(min(most, x.shape[1]), len(w1), dtype=dtype)
+
+        def run(rows: Tensor) -> Tensor:
+            hidden = memory[: len(rows)]
+            linear_into(hidden, rows.to(dtype), w1, b1)
+            return F.linear(torch.ops.aten.gelu_(hidden), w2, b2)
+
+        return run
 
 
 class _FeedForward(torch.autograd.Function):
