@@ -92,7 +92,7 @@ class DifferentialNystrom(DifferentialAttention):
         return torch.cat([nystrom(q, k, half, *marks) for half in v.chunk(2, dim=-1)], dim=-1)
 
     def _map(self, q: Tensor, k: Tensor, branch: int, x: Tensor, graph: PatchGraph) -> Tensor:
-        return nystrom_map(q, k, *self._landmarks(x, branch))
+        return nystrom_map(q, k.unbind(1), *self._landmarks(x, branch))
 
     def _landmarks(self, x: Tensor, branch: int) -> list[Tensor]:
         means = segment_means(x, self.num_landmarks)

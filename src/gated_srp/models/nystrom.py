@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, L rows (row 0 is CLS), M landmarks, D head width, C channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,10 @@ class NystromAttention(FusedAttention):
 
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
         (q,) = self.heads(x[:, :1], 0, 1)
-        (k,) = self.heads(x, 1, 2)
-        return nystrom_map(q, k, *self._landmarks(segment_means(x, self.num_landmarks))).squeeze(2)
+        dim, width = self.proj.in_features, self.proj.in_features // self.num_heads
+        of_head = zip(*(p[dim : 2 * dim].split(width) for p in (self.qkv.weight, self.qkv.bias)), strict=True)
+        keys = (F.linear(x.to(weight.dtype), weight, bias) for weight, bias in of_head)
+        return nystrom_map(q, keys, *self._landmarks(segment_means(x, self.num_landmarks))).squeeze(2)
 
     def _landmarks(self, means: Tensor) -> tuple[Tensor, Tensor]:
         dim = self.proj.in_features
@@ -87,15 +89,15 @@ def landmark_values(q_marks: Tensor, k_marks: Tensor, k: Tensor, v: Tensor) -> T
     return u.to(k.dtype)
 
 
-def nystrom_map(q: Tensor, k: Tensor, q_marks: Tensor, k_marks: Tensor) -> Tensor:
+def nystrom_map(q: Tensor, keys: Iterable[Tensor], q_marks: Tensor, k_marks: Tensor) -> Tensor:
     """The weights F pinv(A) B themselves for a few queries: (B, H, queries, L), signed, rows need not sum to one.
 
-    B, M numbers a row and head, exists for one head at a time.
+    ``keys`` (B, L, D) of each head in turn; B, M numbers a row and head, exists for one head at a time.
     """
     with torch.autocast(q.device.type, enabled=False):
         left = weights(q, k_marks) @ pinv(weights(q_marks, k_marks))  # (B, H, queries, M)
-        heads = zip(left.unbind(1), q_marks.unbind(1), k.unbind(1), strict=True)
-        return torch.stack([part @ weights(marks, keys) for part, marks, keys in heads], dim=1)
+        heads = zip(left.unbind(1), q_marks.unbind(1), keys, strict=True)
+        return torch.stack([part @ weights(marks, k) for part, marks, k in heads], dim=1)
 
 
 def pinv(a: Tensor, iterations: int = 6) -> Tensor:

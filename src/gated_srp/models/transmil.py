@@ -46,7 +46,9 @@ class TransMILLayer(nn.Module):
         """F[cls] pinv(A) B, patch columns: (H, N) for one bag."""
         q, k, _, q_marks, k_marks = self._heads(x)
         front = q.shape[2] - x.shape[1]
-        return graph.patches(nystrom_map(q[:, :, front : front + 1], k, q_marks, k_marks).squeeze(2)[..., front:])
+        return graph.patches(
+            nystrom_map(q[:, :, front : front + 1], k.unbind(1), q_marks, k_marks).squeeze(2)[..., front:]
+        )
 
     def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v (B, H, P + L, D) and the landmarks of q and k (B, H, M, D)."""

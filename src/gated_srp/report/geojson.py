@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import ndimage
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole
@@ -84,6 +83,8 @@ def merged(corners: np.ndarray, side: float) -> list[list[list[list[float]]]]:
     cover = np.zeros((len(ys), len(xs)), np.int32)
     for x, y, sign in ((low[0], low[1], 1), (high[0], low[1], -1), (low[0], high[1], -1), (high[0], high[1], 1)):
         np.add.at(cover, (y, x), sign)
+    from scipy import ndimage
+
     labels, count = ndimage.label(cover.cumsum(0).cumsum(1) > 0)
     boxes = ndimage.find_objects(labels)
     polygons = []
