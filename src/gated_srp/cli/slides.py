@@ -138,10 +138,13 @@ def _feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:
             f"{where}: a slide image, expected its feature file. Make one with `gated-srp extract {where} -o FOLDER --encoder NAME`, or "
             f"have everything at once: `gated-srp explain RUN {where}`."
         )
+    if where.suffix == ".safetensors" or (where / "model.safetensors").is_file():
+        features = next((path for path in runs if not (path / "model.safetensors").is_file()), "FEATURES")
+        raise UserError(f"{where}: a run; the features come last: `gated-srp heatmap {where} {features}`.")
     if not where.is_dir() or where.suffix == ".zarr":
         return [where]
     encoder = _card(runs[0]).get("encoder") if runs else None
-    found = [] if (where / "model.safetensors").is_file() else find_bags(where, encoder=encoder)
+    found = find_bags(where, encoder=encoder)
     if not found:
         of = f" of {encoder}" if encoder else ""
         raise UserError(
@@ -183,9 +186,9 @@ def _encoder_of(run: Path) -> str:
 
 
 def _card(run: Path) -> dict[str, Any]:
-    from gated_srp.models import load_card
+    from gated_srp.models import load_card, model_file
 
-    return load_card(run / "model.safetensors" if run.is_dir() else run)
+    return load_card(model_file(run))
 
 
 def _features_of(
@@ -198,7 +201,7 @@ def _features_of(
 
     settings = Extraction(encoder=spec, tiling=tiling, layout=Trident(out), weights=weights, every_mpp=mpp)
     keep_freed_memory()
-    with _watching(1) as watch:
+    with _watching(1, results=False) as watch:  # what goes wrong is raised below
         outcome = extract_slides([slide], settings, watch)
     if outcome.failed:
         raise outcome.failed[0]
@@ -229,8 +232,8 @@ def _summary(outcome: "Outcome", folder: Path) -> None:
 
 
 @contextmanager
-def _watching(slides: int) -> Iterator["Watch"]:
-    """Bars in a terminal, a line a slide elsewhere; on the error stream."""
+def _watching(slides: int, *, results: bool = True) -> Iterator["Watch"]:
+    """Bars in a terminal, and with ``results`` a line a slide; on the error stream."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = progress_console()
@@ -247,6 +250,7 @@ def _watching(slides: int) -> Iterator["Watch"]:
 
             def finished(self, path: Path, how: str) -> None:
                 bar.advance(everything)
-                console.print(f"{path.name}: {how}", markup=False)
+                if results:
+                    console.print(f"{path.name}: {how}", markup=False)
 
         yield Bars()

@@ -3,7 +3,7 @@
 from gated_srp.models.arms import ARMS, Sizes, build_model
 from gated_srp.models.published import load_published
 from gated_srp.models.slide import SlideModel, SlideTransformer
-from gated_srp.models.store import load_card, load_model, save_model
+from gated_srp.models.store import load_card, load_model, model_file, save_model
 
 __all__ = [
     "ARMS",
@@ -14,5 +14,6 @@ __all__ = [
     "load_card",
     "load_model",
     "load_published",
+    "model_file",
     "save_model",
 ]

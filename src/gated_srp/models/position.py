@@ -64,7 +64,7 @@ class _Depthwise(torch.autograd.Function):
         bags, channels = x.shape[:2]
         margin = weight.shape[-1] // 2
         dx = F.conv2d(dout, weight.flip(2, 3), padding=margin, groups=channels)
-        padded = F.pad(x, (margin,) * 4).reshape(1, bags * channels, x.shape[2] + 2 * margin, x.shape[3] + 2 * margin)
-        kernels = dout.reshape(bags * channels, 1, *dout.shape[2:])
-        dweight = F.conv2d(padded, kernels, groups=bags * channels)  # (1, B * C, 7, 7)
+        rows = x.contiguous().view(1, bags * channels, *x.shape[2:])
+        kernels = dout.contiguous().view(bags * channels, 1, *dout.shape[2:])
+        dweight = F.conv2d(rows, kernels, padding=margin, groups=bags * channels)  # (1, B * C, 7, 7)
         return dx, dweight.view(bags, *weight.shape).sum(0), dout.sum((0, 2, 3))

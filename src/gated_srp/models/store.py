@@ -21,6 +21,21 @@ def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None
     write_whole(Path(path), save(tensors, metadata={"card": json.dumps(full, sort_keys=True)}))
 
 
+def model_file(run: Path) -> Path:
+    """Of a run's folder its model.safetensors, else the file itself; a folder that is no run is told what to do."""
+    if not run.is_dir():
+        return run
+    file = run / "model.safetensors"
+    if file.is_file():
+        return file
+    below = sorted(path.parent for path in run.glob("**/model.safetensors"))
+    if below:
+        some = " ".join(map(str, below[:3])) + (" ..." if len(below) > 3 else "")
+        raise UserError(f"{run}: a folder of {len(below)} runs, not a run. Name those you mean: {some}")
+    cure = "It is unfinished: start `gated-srp train` again." if (run / "config.yaml").is_file() else "Is it a run?"
+    raise UserError(f"{run}: no model.safetensors in this folder. {cure}")
+
+
 def load_card(path: Path) -> dict[str, Any]:
     """What a model file says about itself."""
     from safetensors import SafetensorError, safe_open

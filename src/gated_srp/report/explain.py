@@ -9,7 +9,7 @@ from typing import Any
 
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
-from gated_srp.models import load_card
+from gated_srp.models import load_card, model_file
 from gated_srp.report.show import Request, show_views
 from gated_srp.report.values import View, look
 from gated_srp.training.predict import predict_files
@@ -77,7 +77,7 @@ def explain_slide(run: Path, file: Path, out: Path, *, image: Path | None = None
         likeness=judged.likeness,
         unlike=judged.unlike,
         sections=sections,
-        card=describe_card(load_card(run / "model.safetensors" if run.is_dir() else run)),
+        card=describe_card(load_card(model_file(run))),
         features=_describe_features(view),
     )
     target = out / f"{file.stem}.html"

@@ -19,7 +19,7 @@ from gated_srp.data.bag import BagHeader
 from gated_srp.data.formats import read_header
 from gated_srp.data.preparation import Preparation, PreparedBag, kept_rows, prepare
 from gated_srp.errors import UserError
-from gated_srp.models import load_card, load_model
+from gated_srp.models import load_card, load_model, model_file
 from gated_srp.models.differential import DifferentialAttention
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, trace
@@ -78,7 +78,7 @@ def look(run: Path, file: Path, *, stride: float | None = None, layer: int | Non
 
     ``layer``: whose attention is kept, from 1; None: the last one's. Maps of all would take more memory than the model.
     """
-    path = run / "model.safetensors" if run.is_dir() else run
+    path = model_file(run)
     card = load_card(path)
     if "images" in card:
         raise UserError(

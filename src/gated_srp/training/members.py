@@ -19,7 +19,7 @@ from gated_srp.data.encoders import is_known
 from gated_srp.data.images import ImageGrid
 from gated_srp.data.preparation import Preparation, open_header
 from gated_srp.errors import UserError
-from gated_srp.models import SlideModel, load_card, load_model
+from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task
 from gated_srp.training.domain import FeatureStatistics
 from gated_srp.training.results import task_of
@@ -39,14 +39,14 @@ class Member:
     def open(cls, run: str | Path) -> Member:
         """From a run's folder, or its model.safetensors; the weights are read by `load`."""
         run = Path(run)
-        card = load_card(_model_file(run))
+        card = load_card(model_file(run))
         try:
             return cls(run, card, task_of(card))
         except UserError as error:
             raise UserError(f"{run}: {error}") from None
 
     def load(self) -> SlideModel:
-        return load_model(_model_file(self.run))
+        return load_model(model_file(self.run))
 
     @property
     def width(self) -> int:
@@ -99,7 +99,7 @@ def open_members(runs: Sequence[str | Path]) -> list[Member]:
     if not runs:
         raise UserError("no run is named. Expected a run's folder, or its model.safetensors.")
     members = [Member.open(run) for run in runs]
-    first, places = members[0], [_model_file(member.run).resolve() for member in members]
+    first, places = members[0], [model_file(member.run).resolve() for member in members]
     for number, member in enumerate(members):
         if places[number] in places[:number]:
             raise UserError(f"{member.run}: named twice; an ensemble counts each run once.")
@@ -196,20 +196,6 @@ def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> str 
         f"stride: patches lie {value:g} {unit} apart, but {listed} {unit} in training{scan}. "
         "Extract the slides with the patch size and magnification of the training slides."
     )
-
-
-def _model_file(run: Path) -> Path:
-    if not run.is_dir():
-        return run
-    file = run / "model.safetensors"
-    if file.is_file():
-        return file
-    below = sorted(path.parent for path in run.glob("**/model.safetensors"))
-    if below:
-        some = " ".join(map(str, below[:3])) + (" ..." if len(below) > 3 else "")
-        raise UserError(f"{run}: a folder of {len(below)} runs, not a run. Name those you mean: {some}")
-    cure = "It is unfinished: start `gated-srp train` again." if (run / "config.yaml").is_file() else "Is it a run?"
-    raise UserError(f"{run}: no model.safetensors in this folder. {cure}")
 
 
 def _listed(value: Any) -> str:
