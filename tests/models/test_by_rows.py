@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from gated_srp.models import build_model
+from gated_srp.models.attention import Spare, split_heads
+from gated_srp.models.nystrom import Gathered, landmark_logits
 from gated_srp.srp import PatchGraph, trace
 
 ARMS = [
@@ -58,7 +60,7 @@ def test_a_trace_sees_the_gates_of_all_rows(slide):
             torch.testing.assert_close(getattr(a, name), getattr(b, name).detach(), atol=1e-9, rtol=1e-9)
 
 
-def test_a_block_leaves_its_input_alone_unless_it_may_overwrite_it_and_nobody_looks(slide):
+def test_a_block_leaves_its_input_alone_unless_its_memory_is_lent(slide):
     model = trained("gated_srp")
     block = model.blocks[1]
     with torch.no_grad():
@@ -66,11 +68,19 @@ def test_a_block_leaves_its_input_alone_unless_it_may_overwrite_it_and_nobody_lo
         kept = x.clone()
         expected = block(x, graph)
         assert torch.equal(x, kept)
-        handle = block.register_forward_hook(lambda *_: None)
-        assert torch.equal(block(x, graph, overwrite=True), expected) and torch.equal(x, kept)
-        handle.remove()
-        result = block(x, graph, overwrite=True)
+        result = block(x, graph, spare=Spare())
     assert result is x and torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("name", ["in_proj", "blocks.0", "ppeg", "blocks.1", "blocks.2"])
+def test_what_a_hook_keeps_is_not_written_over_afterwards(name, slide):
+    model, kept = trained("gated_srp"), []
+    model.get_submodule(name).register_forward_hook(lambda module, args, output: kept.append(output))
+    plain = model(*slide)
+    with torch.no_grad():
+        logits = model(*slide)
+    torch.testing.assert_close(kept[1], kept[0].detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(logits, plain.detach(), atol=1e-9, rtol=1e-9)
 
 
 def test_whoever_hooks_the_attention_sees_all_its_rows(slide):
@@ -88,3 +98,26 @@ def test_half_precision_by_rows_equals_half_precision_at_once(slide):
         plain = model(features, graph).detach()
         with torch.no_grad():
             torch.testing.assert_close(model(features, graph), plain, atol=0.05, rtol=0.05)
+
+
+def test_landmark_logits_are_those_of_projected_rows():
+    draw = torch.Generator().manual_seed(0)
+    rows, weight, bias, marks = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((7, 8), (8, 8), (8,), (2, 5, 4))
+    )
+    logits = torch.nn.functional.linear(rows, *landmark_logits(marks, weight, bias))
+    projected = split_heads(torch.nn.functional.linear(rows, weight, bias)[None], 2)[0]  # (H, rows, D)
+    expected = torch.einsum("hld,hmd->lhm", projected, marks) / 4**0.5
+    torch.testing.assert_close(logits.view(7, 2, 5), expected)
+
+
+def test_rows_gathered_in_chunks_are_softmax_attention_however_the_logits_rise():
+    draw = torch.Generator().manual_seed(0)
+    logits, values = (torch.randn(9, n, generator=draw) for n in (2 * 3, 2 * 4))
+    logits[4:7] += 300  # exp(300) is infinite: the first chunk must shrink to nothing
+    logits[7:] -= 300
+    expected = torch.einsum("lhm,lhd->hmd", logits.view(9, 2, 3).softmax(0), values.view(9, 2, 4))
+    gathered = Gathered(torch.Size((2, 3, 4)), values)
+    for part in (slice(0, 4), slice(4, 7), slice(7, 9)):
+        gathered.add(logits[part].clone(), values[part])
+    torch.testing.assert_close(gathered.means(), expected)

@@ -105,8 +105,9 @@ def run_phase(subject: Ours | Textbook, phase: str, dtype: str) -> None:
 def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: int = 64) -> float:
     """Multiplications and additions of our own forward: what the matrix products of the fast path cost."""
     rows = math.ceil(math.sqrt(tokens)) ** 2 + 1
-    block = 2 * rows * dim * (3 * dim + dim + 8 * dim) + 2 * 4 * rows * landmarks * dim
-    last = 2 * rows * dim * 2 * dim + 2 * 2 * rows * landmarks * dim
+    # Logits of queries and of keys take the place of both, so attention's own products are B v and F u alone.
+    block = 2 * rows * dim * (3 * dim + dim + 8 * dim) + 2 * 2 * rows * landmarks * dim
+    last = 2 * rows * dim * 2 * dim + 2 * rows * landmarks * dim
     return 2 * tokens * IN_DIM * dim + (depth - 1) * block + last
 
 

@@ -15,6 +15,19 @@ from gated_srp.errors import UserError
 from gated_srp.srp import PatchGraph
 
 
+class Spare:
+    """What a prediction lends its blocks, one after the other: memory for all rows that is fresh only once."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def rows_like(self, x: Tensor, channels: int) -> Tensor:
+        """Unset (L, channels) for the rows of x (1, L, C), where those asked for before lay."""
+        if self._memory is None or self._memory.shape != (x.shape[1], channels) or self._memory.dtype != x.dtype:
+            self._memory = x.new_empty(x.shape[1], channels)
+        return self._memory
+
+
 class Attention(nn.Module):
     """Maps normalised rows (B, L, C) to head outputs y and values v, both (B, H, L, D); `out` merges the heads afterwards."""
 
@@ -24,7 +37,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph) -> tuple[Callable[[slice], Tensor], Tensor]:
+    def by_rows(
+        self, x: Tensor, norm: nn.Module, graph: PatchGraph, spare: Spare
+    ) -> tuple[Callable[[slice], Tensor], Tensor]:
         """`forward` of norm(x) for one bag when no gradient is wanted: y of any rows on demand, (1, H, rows, D), and v of all."""
         y, v = self(norm(x), graph)
         return lambda rows: y[:, :, rows], v
@@ -33,7 +48,7 @@ class Attention(nn.Module):
         """y and v of row 0 alone, (B, H, 1, D) each: what a head that reads CLS needs of the last block."""
         raise NotImplementedError
 
-    def first_by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+    def first_by_rows(self, x: Tensor, norm: nn.Module, graph: PatchGraph, spare: Spare) -> tuple[Tensor, Tensor]:
         """`first_row` of norm(x) for one bag when no gradient is wanted."""
         return self.first_row(norm(x), graph)
 

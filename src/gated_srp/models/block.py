@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gated_srp.models.adapter import Adapter
-from gated_srp.models.attention import Attention, merge_heads, product_dtype
+from gated_srp.models.attention import Attention, Spare, merge_heads, product_dtype
 from gated_srp.srp import GatedSRP, PatchGraph
 from gated_srp.srp.projection import add_product, chunks, linear_into
 
@@ -20,7 +20,8 @@ from gated_srp.srp.projection import add_product, chunks, linear_into
 class Block(nn.Module):
     """x + keep * attention(LN x), then x + keep * mlp(LN x); ``keep`` (2, B) are drop-path factors, None keeps everything.
 
-    ``overwrite``: nobody needs x afterwards, so its memory may take the result when no gradient is wanted.
+    ``spare``: nobody needs x afterwards, so its memory may take the result when no gradient is wanted, and that of the values
+    serves the next block.
     """
 
     def __init__(
@@ -33,29 +34,29 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = FeedForward(dim, mlp_ratio * dim)
 
-    def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, spare: Spare | None = None
+    ) -> Tensor:
         if self._plainly(x, keep):
             y, v = self.attn(self.norm1(x), graph)
             x = _add(x, self._merge(y, v, graph), keep, 0)
             return _add(x, self.mlp(self.norm2(x)), keep, 1)
-        spent = overwrite and not self._forward_hooks  # a hook on the block is shown what went in
-        return self._by_rows(x, graph, x if spent else torch.empty_like(x))
+        return self._by_rows(x, graph, torch.empty_like(x) if spare is None else x, spare or Spare())
 
     def _plainly(self, x: Tensor, keep: Tensor | None) -> bool:
         """Whether the parts are called as they are written: for gradients, compilers, batches, drop path and whoever watches them."""
-        parts = (*self.attn.modules(), *self.mlp.modules(), self.correction)
-        watched = any(m._forward_hooks or m._forward_pre_hooks for m in parts if m is not None)
-        return torch.is_grad_enabled() or torch.compiler.is_compiling() or len(x) > 1 or keep is not None or watched
+        looked_at = watched(*self.attn.modules(), *self.mlp.modules(), self.correction)
+        return torch.is_grad_enabled() or torch.compiler.is_compiling() or len(x) > 1 or keep is not None or looked_at
 
-    def _by_rows(self, x: Tensor, graph: PatchGraph, out: Tensor) -> Tensor:
+    def _by_rows(self, x: Tensor, graph: PatchGraph, out: Tensor, spare: Spare) -> Tensor:
         """`forward` of one bag when no gradient is wanted: of its rows only x, v and the result exist as a whole.
 
         ``out`` takes the result and may be x: once v and the landmarks are known, a row needs no other row of x.
         """
-        y_at, v = self.attn.by_rows(x, self.norm1, graph)
+        y_at, v = self.attn.by_rows(x, self.norm1, graph, spare)
         correct = None if self.correction is None else self.correction.by_rows(v, graph)
-        feed_forward = self.mlp.by_rows(x, 2048)
-        for rows in chunks(x[0], 2048):
+        feed_forward = self.mlp.by_rows(x, 1024)
+        for rows in chunks(x[0], 1024):
             y = y_at(rows)  # (1, H, chunk, D)
             z = merge_heads(y)[0] if correct is None else correct(y, rows).flatten(1)  # (chunk, C)
             part = _add(x[0, rows], self.attn.proj(z), None, 0)
@@ -63,7 +64,7 @@ class Block(nn.Module):
         return out
 
     def cls_attention(
-        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, overwrite: bool = False
+        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, spare: Spare | None = None
     ) -> Tensor:
         """Attention of CLS to the patches, (H, N) for one bag."""
         return graph.patches(self.attn.cls_map(self.norm1(x), graph))
@@ -78,11 +79,13 @@ class Block(nn.Module):
 class LastBlock(Block):
     """The last block of a model whose head reads CLS alone: keys and values of all rows, everything else for one. (B, 1, C)."""
 
-    def forward(self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, spare: Spare | None = None
+    ) -> Tensor:
         if self._plainly(x, keep):
             y, v = self.attn.first_row(self.norm1(x), graph)
         else:
-            y, v = self.attn.first_by_rows(x, self.norm1, graph)
+            y, v = self.attn.first_by_rows(x, self.norm1, graph, spare or Spare())
         x = _add(x[:, :1], self._merge(y, v, graph.first_rows()), keep, 0)
         return _add(x, self.mlp(self.norm2(x)), keep, 1)
 
@@ -151,6 +154,11 @@ class _FeedForward(torch.autograd.Function):
             db1 += dhidden.sum(0)
             torch.mm(dhidden, w1, out=dx[part])
         return dx.view_as(x), dw1.to(w1.dtype), db1.to(w1.dtype), dw2.to(w2.dtype), dout.sum(0)
+
+
+def watched(*modules: nn.Module | None) -> bool:
+    """Whether somebody has hooks on any of these modules."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules if m is not None)
 
 
 def _add(x: Tensor, branch: Tensor, keep: Tensor | None, which: int) -> Tensor:

@@ -20,12 +20,21 @@ class PPEG(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         cls, patches = torch.split(x, [1, x.shape[1] - 1], dim=1)  # its backward is one cat; that of slices fills zeros
+        patches = self._convolved(patches)
+        return torch.cat([cls.to(patches.dtype), patches], dim=1)
+
+    def overwrite(self, x: Tensor) -> Tensor:
+        """`forward` in the memory of x: when no gradient is wanted and nobody needs x afterwards."""
+        x[:, 1:] = self._convolved(x[:, 1:])
+        return x
+
+    def _convolved(self, patches: Tensor) -> Tensor:
+        """(B, S * S, C) -> the same shape."""
         side = round(patches.shape[1] ** 0.5)
         # Channels last, and said so by every stride: transposed rows cut into a square look otherwise to the library, which
         # then reorders them, convolves them four times as slowly and hands back an answer that has to be reordered again.
         square = patches.unflatten(1, (side, side)).movedim(-1, 1)  # (B, C, S, S)
-        square = depthwise(square, *self._folded())
-        return torch.cat([cls.to(square.dtype), square.movedim(1, -1).flatten(1, 2)], dim=1)
+        return depthwise(square, *self._folded()).movedim(1, -1).flatten(1, 2)
 
     def _folded(self) -> tuple[Tensor, Tensor]:
         """The three kernels and the skip as one 7 x 7 kernel: convolution is linear in its kernel."""

@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
 from gated_srp.models.adapter import Adapter
-from gated_srp.models.block import Block
+from gated_srp.models.attention import Spare, product_dtype
+from gated_srp.models.block import Block, watched
 from gated_srp.models.position import PPEG
 from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.srp.coefficient import Coefficient
+from gated_srp.srp.projection import linear_into
 from gated_srp.streams import stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), targets -> a number
@@ -84,31 +86,42 @@ class SlideTransformer(SlideModel):
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
         x, rows = self.tokens(features, graph)
+        # A hook may keep what a part took or gave: then no part writes where another one reads.
+        spare = None if torch.is_grad_enabled() or watched(self.ppeg, *self.blocks) else Spare()
         for number, block in enumerate(self.blocks):
             scale = None if keep is None else keep[number]
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rows, scale, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rows, scale, overwrite=True)
+                x = block(x, rows, scale, spare=spare)
             if number == 0 and self.ppeg is not None:
-                x = self.ppeg(x)
+                x = self.ppeg(x) if spare is None else self.ppeg.overwrite(x)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
 
     def tokens(self, features: Tensor, graph: PatchGraph) -> tuple[Tensor, PatchGraph]:
         """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
-        x = self.embed(features)  # (B, N, C)
-        missing = 0 if self.ppeg is None else math.ceil(math.sqrt(x.shape[1])) ** 2 - x.shape[1]
-        first, rest = torch.split(x, [missing, x.shape[1] - missing], dim=1)
-        x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1)  # (B, L, C)
-        return x, graph.with_isolated(before=1, after=missing)
+        patches = features.shape[1]
+        missing = 0 if self.ppeg is None else math.ceil(math.sqrt(patches)) ** 2 - patches
+        graph = graph.with_isolated(before=1, after=missing)
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or watched(self.in_proj)):
+            return self._tokens_in_place(features, missing), graph
+        x = self.in_proj(features.to(self.in_proj.weight.dtype))  # (B, N, C)
+        first, rest = torch.split(x, [missing, patches - missing], dim=1)
+        return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1), graph
 
-    def embed(self, features: Tensor) -> Tensor:
-        """The first linear layer; half-precision features are widened a few rows at a time when no gradient is wanted."""
-        dtype = self.in_proj.weight.dtype
-        if torch.is_grad_enabled() or features.dtype == dtype or torch.compiler.is_compiling():
-            return self.in_proj(features.to(dtype))  # type: ignore[no-any-return]
-        return torch.cat([self.in_proj(part.to(dtype)) for part in torch.split(features, 8192, dim=1)], dim=1)
+    def _tokens_in_place(self, features: Tensor, missing: int) -> Tensor:
+        """`tokens` when no gradient is wanted: every row where it belongs, half-precision features widened a few rows at a time."""
+        layer, patches = self.in_proj, features.shape[1]
+        dtype = product_dtype(layer.weight)
+        weight, bias = layer.weight.to(dtype), layer.bias.to(dtype)
+        x = features.new_empty(len(features), 1 + patches + missing, len(bias), dtype=dtype)
+        x[:, :1] = self.cls_token
+        for bag, rows in zip(features, x[:, 1:], strict=True):
+            for part, out in zip(bag.split(8192), rows[:patches].split(8192), strict=True):
+                linear_into(out, part.to(dtype), weight, bias)
+        x[:, 1 + patches :] = x[:, 1 : 1 + missing]
+        return x
 
     def draw_keep(
         self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
