@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.errors import UserError
+from gated_srp.machine import has_bf16
 from gated_srp.models import build_model
 from gated_srp.srp import PatchGraph
 
@@ -112,4 +113,5 @@ def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: i
 
 
 def _precision(dtype: str) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    """As a run: bf16 where the processor has instructions for it, else float32 (`training.start.choose_precision`)."""
+    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" and has_bf16() else nullcontext()

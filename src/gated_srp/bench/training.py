@@ -16,6 +16,7 @@ from gated_srp.data.config import load_config
 from gated_srp.data.dataset import BagLoader
 from gated_srp.data.formats import read_bag
 from gated_srp.data.loading_bench import write_bag
+from gated_srp.machine import has_bf16
 from gated_srp.models import build_model
 from gated_srp.training.keeper import Keeper, Stop
 from gated_srp.training.loop import Training, accumulate, train_epoch
@@ -58,7 +59,9 @@ def _cohort(home: Path, bags: int, patches: int, width: int) -> tuple[Material, 
 
 
 def _our_epoch(material: Material, config: Any, rows: list[int], width: int, dtype: str) -> tuple[float, float]:
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if dtype == "bfloat16" else "32-true")
+    fabric = Fabric(
+        accelerator="cpu", devices=1, precision="bf16-mixed" if dtype == "bfloat16" and has_bf16() else "32-true"
+    )
     model = build_model("gated_srp", in_dim=width, num_outputs=CLASSES, seed=42)
     with BagLoader(material.bags, workers=config.train.workers) as loader:
         training = Training(fabric, model, material.task, loader, config.train, 42)

@@ -140,9 +140,10 @@ def _describe_machine() -> None:
 
     import torch
 
-    from gated_srp.machine import bf16_environment, processor
+    from gated_srp.machine import bf16_environment, has_bf16, processor
 
     note = ", bf16 without AMX (this machine announces it and cannot run it)" if bf16_environment() else ""
+    note = note if has_bf16() else ", no instructions for bf16: asked for bf16, it computes in float32"
     say(
         f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}{note}"
     )

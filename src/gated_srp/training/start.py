@@ -14,7 +14,7 @@ from torch import nn
 
 from gated_srp import __version__
 from gated_srp.errors import UserError
-from gated_srp.machine import bf16_environment
+from gated_srp.machine import bf16_environment, has_bf16
 from gated_srp.models import SlideModel, load_model, load_published
 from gated_srp.training.optim import gate_parameters
 
@@ -30,10 +30,15 @@ def accelerator() -> str:
 
 
 def choose_precision(wanted: str, kind: str) -> Precision:
-    """``auto`` is bf16 on accelerators that have it, and 32 on a CPU; bf16 on a CPU is made safe first."""
+    """``auto`` is bf16 on accelerators that have it, and 32 on a CPU; so is bf16 on a CPU that would emulate it.
+
+    A model that was trained in bf16 on an accelerator thus predicts on any processor at its full speed.
+    """
     if wanted == "auto":
         return "bf16" if kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "32"
     if wanted == "bf16" and kind == "cpu":
+        if not has_bf16():
+            return "32"
         os.environ.update(bf16_environment())  # oneDNN reads it at the first bf16 product of this process
     return "bf16" if wanted == "bf16" else "32"
 
