@@ -3,9 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gated_srp.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @contextmanager
@@ -36,3 +41,10 @@ def write_whole(path: Path, content: bytes | memoryview | str) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_image(image: "Image", path: Path) -> None:
+    """Write a picture whole, in the format of its ending."""
+    buffer = BytesIO()
+    image.save(buffer, "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG", quality=85)
+    write_whole(path, buffer.getbuffer())

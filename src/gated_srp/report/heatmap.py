@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole
@@ -87,7 +86,10 @@ class Scaled:
 def by_rank(values: np.ndarray) -> Scaled:
     """Each patch by its rank in the slide: a few hot patches do not leave all others cold."""
     known = np.isfinite(values)
-    places = (pd.Series(values).where(known).rank().to_numpy() - 1) / max(1, known.sum() - 1)
+    _, which, counts = np.unique(values[known], return_inverse=True, return_counts=True)
+    ranks = counts.cumsum() - (counts + 1) / 2  # from 0; equal values share the mean of theirs
+    places = np.full(len(values), np.nan)
+    places[known] = ranks[which] / max(1, known.sum() - 1)
     shown = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
     raw = np.quantile(values[known], shown)
     return Scaled(places, tuple(zip(shown, told_apart(raw), strict=True)), "inferno")

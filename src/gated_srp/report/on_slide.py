@@ -11,10 +11,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from gated_srp.errors import UserError
+from gated_srp.files import write_image
 from gated_srp.report.heatmap import Canvas
 from gated_srp.report.values import Patches, PatchMap
 from gated_srp.slides.reader import SlideImage, SlideInfo
-from gated_srp.slides.tissue import write_image
 
 _TILE = 144  # pixels of a tile on a contact sheet
 _CAPTION = 16

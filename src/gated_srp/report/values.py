@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -213,6 +212,8 @@ def maps_of(view: View, value: str, *, layer: int | None = None, head: int | Non
 
 def scores(path: Path, patches: Patches) -> PatchMap:
     """Anybody's scores: a row a patch in the file's order, or columns x and y that say which patch is meant."""
+    import pandas as pd
+
     try:
         table = pd.read_csv(path, sep="\t" if path.suffix.lower() == ".tsv" else ",", encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -251,7 +252,7 @@ def _by_place(path: Path, places: np.ndarray, values: np.ndarray, patches: Patch
 
 def _trace(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
     with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
-        model(bag.features[None].float(), bag.graph)
+        model(bag.features[None], bag.graph)
     return seen
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from PIL import Image
 
 from gated_srp.errors import UserError
+from gated_srp.files import write_image
 from gated_srp.slides.reader import SlideError, SlideImage, SlideInfo, nominal_magnification
-from gated_srp.slides.tissue import TissueMask, find_tissue, preview, write_image
+from gated_srp.slides.tissue import TissueMask, find_tissue, preview
 
 _SAME = 0.02  # relative difference of two magnifications that are one: no resampling
 _OVERVIEW_UM = 4.0  # microns a pixel of the overview on which tissue is found

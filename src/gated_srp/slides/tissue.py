@@ -4,14 +4,10 @@ Shapes: h, w rows and columns of the overview.
 """
 
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
 from scipy import ndimage
-
-from gated_srp.files import whole
 
 _LEAST, _MOST = 12, 32  # of 255: noise on blank glass stays below the first, pale stroma and fat lie above the second
 _JOINED = 4  # pixels: strands this near to each other are one piece, as in fat or loose stroma
@@ -76,14 +72,6 @@ def preview(overview: np.ndarray, tissue: TissueMask, coords: np.ndarray, side: 
     for x, y in coords / tissue.scale:
         pen.rectangle((x, y, x + side / tissue.scale, y + side / tissue.scale), outline=(30, 60, 200))
     return image
-
-
-def write_image(image: Image.Image, path: Path) -> None:
-    """Write a picture whole, in the format of its ending."""
-    buffer = BytesIO()
-    image.save(buffer, "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG", quality=85)
-    with whole(path) as draft:
-        draft.write_bytes(buffer.getbuffer())
 
 
 def _saturation(rgb: np.ndarray) -> np.ndarray:
