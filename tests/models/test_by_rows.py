@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gated_srp.models import build_model
-from gated_srp.models.attention import Spare, split_heads
-from gated_srp.models.nystrom import Gathered, landmark_logits
+from gated_srp.models.attention import Spare
 from gated_srp.srp import PatchGraph, trace
 
 ARMS = [
@@ -98,26 +97,3 @@ def test_half_precision_by_rows_equals_half_precision_at_once(slide):
         plain = model(features, graph).detach()
         with torch.no_grad():
             torch.testing.assert_close(model(features, graph), plain, atol=0.05, rtol=0.05)
-
-
-def test_landmark_logits_are_those_of_projected_rows():
-    draw = torch.Generator().manual_seed(0)
-    rows, weight, bias, marks = (
-        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((7, 8), (8, 8), (8,), (2, 5, 4))
-    )
-    logits = torch.nn.functional.linear(rows, *landmark_logits(marks, weight, bias))
-    projected = split_heads(torch.nn.functional.linear(rows, weight, bias)[None], 2)[0]  # (H, rows, D)
-    expected = torch.einsum("hld,hmd->lhm", projected, marks) / 4**0.5
-    torch.testing.assert_close(logits.view(7, 2, 5), expected)
-
-
-def test_rows_gathered_in_chunks_are_softmax_attention_however_the_logits_rise():
-    draw = torch.Generator().manual_seed(0)
-    logits, values = (torch.randn(9, n, generator=draw) for n in (2 * 3, 2 * 4))
-    logits[4:7] += 300  # exp(300) is infinite: the first chunk must shrink to nothing
-    logits[7:] -= 300
-    expected = torch.einsum("lhm,lhd->hmd", logits.view(9, 2, 3).softmax(0), values.view(9, 2, 4))
-    gathered = Gathered(torch.Size((2, 3, 4)), values)
-    for part in (slice(0, 4), slice(4, 7), slice(7, 9)):
-        gathered.add(logits[part].clone(), values[part])
-    torch.testing.assert_close(gathered.means(), expected)

@@ -3,7 +3,6 @@
 Shapes: B batch, H heads, L rows (row 0 is CLS), M landmarks, D head width, C channels.
 """
 
-import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import FusedAttention, Spare, product_dtype, split_heads, weights
+from gated_srp.models.landmarks import Gathered, attend, landmark_logits, spread
 from gated_srp.srp import PatchGraph
 from gated_srp.srp.projection import chunks, linear_into
 
@@ -25,33 +25,60 @@ class NystromAttention(FusedAttention):
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
+        if self._in_chunks(x):
+            return self._attend(x, x.shape[1])
         q, k, v = self.heads(x)
         return nystrom(q, k, v, *self._landmarks(segment_means(x, self.num_landmarks))), v
+
+    def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        check_one_length(graph)
+        if self._in_chunks(x):
+            y, v = self._attend(x, 1)
+            return y, v[:, :, :1]
+        (q,) = self.heads(x[:, :1], 0, 1)
+        k, v = self.heads(x, 1, 3)
+        return nystrom(q, k, v, *self._landmarks(segment_means(x, self.num_landmarks))), v[:, :, :1]
+
+    def _in_chunks(self, x: Tensor) -> bool:
+        """Whether one bag passes in row chunks, that fit a processor's cache, instead of through two attention calls.
+
+        In half precision never: logits that a product rounds to it are too coarse for a softmax.
+        """
+        exact = product_dtype(x).itemsize >= 4
+        return exact and len(x) == 1 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+    def _attend(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """y of the first ``count`` rows and v of all, (1, H, rows, D)."""
+        q_marks, k_marks = self._landmarks(segment_means(x, self.num_landmarks))
+        to_keys, (wk, _), linear_v = self._logits(q_marks, k_marks)
+        y, values = attend(x[0], pinv(weights(q_marks, k_marks))[0], wk, to_keys, linear_v, count)
+        return y.transpose(0, 1).unsqueeze(0), split_heads(values[None], self.num_heads)
+
+    def _logits(self, q_marks: Tensor, k_marks: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Layers of rows: to the logits of their queries on k~, to those of q~ on their keys, to their values."""
+        dim = self.proj.in_features
+        layers = zip(self.qkv.weight.split(dim), self.qkv.bias.split(dim), strict=True)
+        queries, keys, values = layers
+        return [landmark_logits(k_marks[0], *queries), landmark_logits(q_marks[0], *keys), values]
 
     def by_rows(
         self, x: Tensor, norm: nn.Module, graph: PatchGraph, spare: Spare
     ) -> tuple[Callable[[slice], Tensor], Tensor]:
-        """Rows meet landmarks in logits alone (`landmark_logits`): of all rows only the values exist, the rest for a chunk at a time."""
-        if product_dtype(x).itemsize < 4:  # logits that a product rounds to half precision are too coarse for a softmax
+        """Of all rows only the values exist; normalised rows and logits exist for a chunk at a time."""
+        if product_dtype(x).itemsize < 4:
             return super().by_rows(x, norm, graph, spare)
         q_marks, k_marks = self._landmarks(self._means(x, norm))
-        (wq, bq), (wk, bk), linear_v = self._layers()
-        to_keys, to_queries = landmark_logits(k_marks[0], wq, bq), landmark_logits(q_marks[0], wk, bk)
+        to_keys, (wk, _), linear_v = self._logits(q_marks, k_marks)
         values = spare.rows_like(x, self.proj.in_features)
         gathered = Gathered(q_marks.shape[1:], values)
         for rows in chunks(x[0]):
             part = norm(x[0, rows])
             linear_into(values[rows], part, *linear_v)
-            gathered.add(F.linear(part, *to_queries), values[rows])
+            gathered.add(F.linear(part, wk), values[rows])
         u = (pinv(weights(q_marks, k_marks))[0] @ gathered.means().float()).to(values.dtype)  # (H, M, D)
 
         def y_at(rows: slice) -> Tensor:
-            near: Tensor = (
-                F.linear(norm(x[0, rows]), *to_keys).unflatten(1, (self.num_heads, -1)).softmax(-1)
-            )  # (rows, H, M)
-            y = near.new_empty(*near.shape[:2], u.shape[-1])
-            torch.bmm(near.transpose(0, 1), u, out=y.transpose(0, 1))
-            return y.transpose(0, 1).unsqueeze(0)
+            return spread(F.linear(norm(x[0, rows]), *to_keys), u).transpose(0, 1).unsqueeze(0)
 
         return y_at, split_heads(values[None], self.num_heads)
 
@@ -59,22 +86,11 @@ class NystromAttention(FusedAttention):
         y_at, v = self.by_rows(x, norm, graph, spare)
         return y_at(slice(0, 1)), v[:, :, :1]
 
-    def _layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Weight and bias of the queries', the keys' and the values' layer."""
-        dim = self.proj.in_features
-        return list(zip(self.qkv.weight.split(dim), self.qkv.bias.split(dim), strict=True))
-
     def _means(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Segment means of norm(x), a few whole segments of rows at a time."""
         size = segment_size(x.shape[1], self.num_landmarks)
         parts = chunks(x[0], max(1, 1024 // size) * size)
         return torch.cat([means_of_segments(norm(x[:, rows]), size) for rows in parts], dim=1)
-
-    def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
-        check_one_length(graph)
-        (q,) = self.heads(x[:, :1], 0, 1)
-        k, v = self.heads(x, 1, 3)
-        return nystrom(q, k, v, *self._landmarks(segment_means(x, self.num_landmarks))), v[:, :, :1]
 
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
         (q,) = self.heads(x[:, :1], 0, 1)
@@ -104,42 +120,6 @@ def landmark_values(q_marks: Tensor, k_marks: Tensor, k: Tensor, v: Tensor) -> T
     with torch.autocast(k.device.type, enabled=False):
         u = pinv(weights(q_marks, k_marks)) @ u.float()
     return u.to(k.dtype)
-
-
-def landmark_logits(marks: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer that maps rows to <marks, linear(rows)> / sqrt D, head by head: (H, M, D) -> weight (H M, C), bias (H M,).
-
-    A product with it takes the place of two: rows to queries (or keys), and those to logits.
-    """
-    heads, _, width = marks.shape
-    scaled = marks * width**-0.5
-    folded = scaled @ weight.view(heads, width, -1)  # (H, M, C)
-    return folded.flatten(0, 1), (scaled @ bias.view(heads, width, 1)).flatten()
-
-
-class Gathered:
-    """softmax(logits^T) values over rows that come in chunks: sums of exp(logit - highest so far), rescaled when that rises."""
-
-    def __init__(self, shape: torch.Size, like: Tensor) -> None:
-        """``shape``: heads, landmarks, width of a head."""
-        self.highest = like.new_full(shape[:2], -math.inf)  # (H, M)
-        self.weight = like.new_zeros(shape[:2])
-        self.value = like.new_zeros(shape)  # (H, M, D)
-
-    def add(self, logits: Tensor, values: Tensor) -> None:
-        """``logits`` (rows, H M), which is overwritten, and ``values`` (rows, H D)."""
-        by_head = (t.unflatten(1, (len(self.value), -1)).transpose(0, 1) for t in (logits, values))
-        logits, values = by_head  # (H, rows, M) and (H, rows, D)
-        highest = torch.maximum(self.highest, logits.amax(1))
-        shrink = torch.exp(self.highest - highest)
-        share = logits.sub_(highest.unsqueeze(1)).exp_()
-        self.highest = highest
-        self.weight = self.weight * shrink + share.sum(1)
-        self.value = self.value * shrink.unsqueeze(-1) + share.transpose(1, 2) @ values
-
-    def means(self) -> Tensor:
-        """(H, M, D)"""
-        return self.value / self.weight.unsqueeze(-1)
 
 
 def nystrom_map(q: Tensor, keys: Iterable[Tensor], q_marks: Tensor, k_marks: Tensor) -> Tensor:
