@@ -7,7 +7,7 @@ from benchmarks import textbook
 from gated_srp import PatchGraph, UserError
 from gated_srp.models.attention import DenseAttention, projections
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
-from gated_srp.models.nystrom import NystromAttention, landmarks, pinv, segment_means
+from gated_srp.models.nystrom import NystromAttention, landmarks, pinv, refined, segment_means
 
 GRAPH = PatchGraph.from_grid(1, 1)
 
@@ -112,6 +112,20 @@ def test_pinv_inverts_well_conditioned_matrices_and_scales_each_bag_by_itself():
     torch.testing.assert_close(pinv(a) @ a, torch.eye(5).expand(2, 3, 5, 5), atol=1e-3, rtol=0)
     torch.testing.assert_close(pinv(a)[:1], pinv(a[:1]))
     assert pinv(a.double()).dtype == torch.float32
+
+
+def test_refining_is_six_times_the_formula_with_its_gradients():
+    draw = torch.Generator().manual_seed(0)
+    a = torch.rand(2, 4, 4, generator=draw, dtype=torch.float64).softmax(-1).requires_grad_()
+    start = (a.detach().transpose(1, 2) / 2).requires_grad_()
+    z, eye = start, torch.eye(4, dtype=torch.float64)
+    for _ in range(6):
+        z = 0.25 * z @ (13 * eye - a @ z @ (15 * eye - a @ z @ (7 * eye - a @ z)))
+    torch.testing.assert_close(refined(a, start), z)
+    weight = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 4, 4)
+    found, expected = (torch.autograd.grad((r * weight).sum(), (a, start)) for r in (refined(a, start), z))
+    torch.testing.assert_close(found, expected)
+    assert torch.autograd.gradcheck(refined, (a, start))
 
 
 def test_pinv_stays_float32_under_autocast():

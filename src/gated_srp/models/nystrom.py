@@ -4,9 +4,11 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), M landmarks, D head width, C ch
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
@@ -133,19 +135,62 @@ def nystrom_map(q: Tensor, keys: Iterable[Tensor], q_marks: Tensor, k_marks: Ten
         return torch.stack([part @ weights(marks, k) for part, marks, k in heads], dim=1)
 
 
-def pinv(a: Tensor, iterations: int = 6) -> Tensor:
-    """Iterative Moore-Penrose inverse of (B, H, M, M) in float32: Z <- 0.25 Z (13 I - A Z (15 I - A Z (7 I - A Z))).
-
-    Z starts as A^T / (largest row sum * largest column sum), each over all heads of a bag.
-    """
+def pinv(a: Tensor) -> Tensor:
+    """Iterative Moore-Penrose inverse of (B, H, M, M) in float32, `refined` from A^T / (largest row sum * largest column sum), each
+    over all heads of a bag."""
     a = a.float()
     largest = a.sum(-1).amax((1, 2)) * a.sum(-2).amax((1, 2))  # (B,)
-    z = a.transpose(-2, -1) / largest.view(-1, 1, 1, 1)
-    eye = torch.eye(a.shape[-1], device=a.device)
-    for _ in range(iterations):
-        az = a @ z
-        z = 0.25 * z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az)))
-    return z
+    start = a.transpose(-2, -1) / largest.view(-1, 1, 1, 1)
+    return refined(a.flatten(0, 1), start.flatten(0, 1)).view(a.shape)
+
+
+def refined(a: Tensor, z: Tensor) -> Tensor:
+    """Six times Z <- 0.25 Z (13 I - A Z (15 I - A Z (7 I - A Z))), each matrix of (X, M, M) by itself."""
+    if torch.compiler.is_compiling():
+        return _refine(a, z)[-1][-1]
+    result: Tensor = _Refined.apply(a, z)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _refine(a: Tensor, z: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of each time: A Z, A Z (7 I - A Z), A Z (15 I - that) and the new Z; sums with multiples of I are the products' own."""
+    steps = []
+    for _ in range(6):
+        az = torch.bmm(a, z)
+        inner = torch.baddbmm(az, az, az, beta=7, alpha=-1)
+        middle = torch.baddbmm(az, az, inner, beta=15, alpha=-1)
+        z = torch.baddbmm(z, z, middle, beta=3.25, alpha=-0.25)
+        steps.append((az, inner, middle, z))
+    return steps
+
+
+class _Refined(torch.autograd.Function):
+    """Eight products a time backward and no sums beside them, where a derived backward scales and adds after each product."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, z: Tensor) -> Tensor:
+        steps = _refine(a, z)
+        ctx.save_for_backward(a, z, *(part for step in steps for part in step))
+        return steps[-1][-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        a, start, *parts = ctx.saved_tensors
+        dz, da = grads[0], torch.zeros_like(a)
+        with torch.autocast(a.device.type, enabled=False):  # whoever calls backward inside one
+            for step in reversed(range(6)):
+                az, inner, middle = parts[4 * step : 4 * step + 3]
+                z = parts[4 * step - 1] if step else start
+                t = az.transpose(1, 2)
+                dmiddle = torch.bmm(z.transpose(1, 2), dz)  # times -0.25, put in below
+                dz = torch.baddbmm(dz, dz, middle.transpose(1, 2), beta=3.25, alpha=-0.25)
+                dinner = torch.bmm(t, dmiddle)  # times 0.25
+                daz = torch.baddbmm(dmiddle, dmiddle, inner.transpose(1, 2), beta=-3.75, alpha=0.25)
+                daz.baddbmm_(dinner, t, alpha=-0.25).baddbmm_(t, dinner, alpha=-0.25).add_(dinner, alpha=1.75)
+                da.baddbmm_(daz, z.transpose(1, 2))
+                dz.baddbmm_(a.transpose(1, 2), daz)
+        return da, dz
 
 
 def landmarks(means: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
