@@ -16,16 +16,24 @@ from gated_srp.srp import PatchGraph
 
 
 class Spare:
-    """What a prediction lends its blocks, one after the other: memory for all rows that is fresh only once."""
+    """What a prediction lends its blocks, one after the other: memory for their input and for their values, made once."""
 
     def __init__(self) -> None:
-        self._memory: Tensor | None = None
+        self._both: Tensor | None = None
 
-    def rows_like(self, x: Tensor, channels: int) -> Tensor:
-        """Unset (L, channels) for the rows of x (1, L, C), where those asked for before lay."""
-        if self._memory is None or self._memory.shape != (x.shape[1], channels) or self._memory.dtype != x.dtype:
-            self._memory = x.new_empty(x.shape[1], channels)
-        return self._memory
+    def rows(self, like: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        """Unset (B, L, C) for what enters the first block, and as much for values in one block with it.
+
+        The C library keeps one block of up to 32 MB for the next slide, where it gives two of half that size back to the system.
+        """
+        self._both = like.new_empty(2, *shape, dtype=dtype)
+        return self._both[0]
+
+    def values(self, x: Tensor) -> Tensor:
+        """Unset (L, C) for the rows of x (1, L, C), where those asked for before lay."""
+        if self._both is None or self._both.shape[1:] != x.shape or self._both.dtype != x.dtype:
+            return torch.empty_like(x[0])
+        return self._both[1, 0]
 
 
 class Attention(nn.Module):

@@ -71,7 +71,7 @@ class NystromAttention(FusedAttention):
             return super().by_rows(x, norm, graph, spare)
         q_marks, k_marks = self._landmarks(self._means(x, norm))
         to_keys, (wk, _), linear_v = self._logits(q_marks, k_marks)
-        values = spare.rows_like(x, self.proj.in_features)
+        values = spare.values(x)
         gathered = Gathered(q_marks.shape[1:], values)
         for rows in chunks(x[0]):
             part = norm(x[0, rows])

@@ -85,9 +85,10 @@ class SlideTransformer(SlideModel):
         self._check(features, graph)
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
-        x, rows = self.tokens(features, graph)
         # A hook may keep what a part took or gave: then no part writes where another one reads.
-        spare = None if torch.is_grad_enabled() or watched(self.ppeg, *self.blocks) else Spare()
+        kept = torch.is_grad_enabled() or torch.compiler.is_compiling() or watched(self.ppeg, *self.blocks)
+        spare = None if kept else Spare()
+        x, rows = self.tokens(features, graph, spare)
         for number, block in enumerate(self.blocks):
             scale = None if keep is None else keep[number]
             if self.checkpointing and torch.is_grad_enabled():
@@ -99,23 +100,24 @@ class SlideTransformer(SlideModel):
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
 
-    def tokens(self, features: Tensor, graph: PatchGraph) -> tuple[Tensor, PatchGraph]:
+    def tokens(self, features: Tensor, graph: PatchGraph, spare: Spare | None = None) -> tuple[Tensor, PatchGraph]:
         """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
         patches = features.shape[1]
         missing = 0 if self.ppeg is None else math.ceil(math.sqrt(patches)) ** 2 - patches
         graph = graph.with_isolated(before=1, after=missing)
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or watched(self.in_proj)):
-            return self._tokens_in_place(features, missing), graph
+            return self._tokens_in_place(features, missing, spare), graph
         x = self.in_proj(features.to(self.in_proj.weight.dtype))  # (B, N, C)
         first, rest = torch.split(x, [missing, patches - missing], dim=1)
         return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1), graph
 
-    def _tokens_in_place(self, features: Tensor, missing: int) -> Tensor:
+    def _tokens_in_place(self, features: Tensor, missing: int, spare: Spare | None) -> Tensor:
         """`tokens` when no gradient is wanted: every row where it belongs, half-precision features widened a few rows at a time."""
         layer, patches = self.in_proj, features.shape[1]
         dtype = product_dtype(layer.weight)
         weight, bias = layer.weight.to(dtype), layer.bias.to(dtype)
-        x = features.new_empty(len(features), 1 + patches + missing, len(bias), dtype=dtype)
+        shape = len(features), 1 + patches + missing, len(bias)
+        x = features.new_empty(shape, dtype=dtype) if spare is None else spare.rows(features, shape, dtype)
         x[:, :1] = self.cls_token
         for bag, rows in zip(features, x[:, 1:], strict=True):
             for part, out in zip(bag.split(8192), rows[:patches].split(8192), strict=True):

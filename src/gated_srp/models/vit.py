@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gated_srp.errors import UserError
+from gated_srp.models.attention import Spare
 from gated_srp.models.block import Block
 from gated_srp.models.slide import SlideTransformer
 from gated_srp.srp import PatchGraph, SignedGate
@@ -33,8 +34,8 @@ class ImageTransformer(SlideTransformer):
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + num_patches, self.in_proj.out_features))
         self.gated = any(isinstance(module, SignedGate) for module in self.modules())
 
-    def tokens(self, features: Tensor, graph: PatchGraph) -> tuple[Tensor, PatchGraph]:
-        x, rows = super().tokens(features, graph)
+    def tokens(self, features: Tensor, graph: PatchGraph, spare: Spare | None = None) -> tuple[Tensor, PatchGraph]:
+        x, rows = super().tokens(features, graph, spare)
         x = x + self.pos_embed.to(x.dtype)  # (B, L, C)
         return x, rows.with_tokens(x.flatten(0, 1)) if self.gated else rows
 
