@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, L rows, D head width, E = H * D channels.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,9 +103,32 @@ def self_attention(
     if not need_weights:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return y, v, _Finish(module, batched, None, average_attn_weights)
-    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    weights = F.dropout((logits if mask is None else mask + logits).softmax(-1), dropout, training=module.training)
-    return weights @ v, v, _Finish(module, batched, weights, average_attn_weights)
+    weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout, training=module.training)
+    return (
+        _by_bag(torch.bmm(weights, _as_pytorch(v)), v),
+        v,
+        _Finish(module, batched, _by_bag(weights, v), average_attn_weights),
+    )
+
+
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q k^T / sqrt D + mask, (B * H, L, L), by the product that PyTorch calls: another one may round otherwise."""
+    bags, heads, rows, width = q.shape
+    q, k = _as_pytorch(q) * math.sqrt(1 / width), _as_pytorch(k).transpose(-2, -1)
+    if mask is None:
+        return torch.bmm(q, k)
+    return torch.baddbmm(mask.expand(bags, heads, rows, rows).flatten(0, 1), q, k)
+
+
+def _as_pytorch(heads: Tensor) -> Tensor:
+    """(B, H, L, D) -> (B * H, L, D) in memory of its own, row after row of all bags, as PyTorch lays it out."""
+    rows = heads.permute(2, 0, 1, 3).contiguous()  # (L, B, H, D)
+    return rows.flatten(1, 2).transpose(0, 1)
+
+
+def _by_bag(flat: Tensor, heads: Tensor) -> Tensor:
+    """(B * H, ...) -> (B, H, ...) with the bags and heads of (B, H, L, D)."""
+    return flat.view(*heads.shape[:2], *flat.shape[1:])
 
 
 def _additive(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
