@@ -93,15 +93,17 @@ class _Attend(torch.autograd.Function):
         u = (inverse @ gathered.to(inverse.dtype)).to(x.dtype)
         for rows in chunks(y):
             y[rows] = spread(torch.addmm(bq, x[rows], wq.t()), u, near[rows])
+        ctx.set_materialize_grads(False)  # the values' gradient: only where a correction learns through them (XSA)
         ctx.save_for_backward(x, inverse, wk, wq, wv, far, near, values, gathered, u, weight)
         return y, values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, inverse, wk, wq, wv, far, near, values, gathered, u, weight = ctx.saved_tensors
         dy, dvalues = grads  # (count, H, D) and (L, C)
         heads, count = len(u), len(near)
+        dy = near.new_zeros(count, heads, u.shape[-1]) if dy is None else dy
         du = torch.zeros_like(u)
         for rows in chunks(near):
             du += by_head(near[rows], heads).transpose(1, 2) @ dy[rows].transpose(0, 1)
@@ -115,7 +117,9 @@ class _Attend(torch.autograd.Function):
         for rows in chunks(x):
             share, value = by_head(far[rows], heads), by_head(values[rows], heads)
             dfar = _merged(share * (value @ dgathered.transpose(1, 2) - level.transpose(1, 2)))
-            dvalue = _merged(share @ dgathered).add_(dvalues[rows])
+            dvalue = _merged(share @ dgathered)
+            if dvalues is not None:
+                dvalue.add_(dvalues[rows])
             for grad, w, dw, beta in ((dfar, wk, dwk, 0), (dvalue, wv, dwv, 1)):
                 torch.addmm(dx[rows], grad, w, beta=beta, out=dx[rows])
                 dw.addmm_(grad.t(), x[rows])
