@@ -2,14 +2,14 @@
 
 import json
 
+import gated_srp_bench as bench
 import pytest
 import torch
+from gated_srp_bench.figures import predict_operations
+from gated_srp_bench.measure import Row
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from gated_srp import bench
-from gated_srp.bench.figures import predict_operations
-from gated_srp.bench.measure import Row
 from gated_srp.cli import app
 
 
@@ -101,7 +101,7 @@ def test_operations_are_those_that_a_prediction_runs():
 
 
 def test_an_epoch_of_ours_and_of_the_textbook_is_timed():
-    from gated_srp.bench.training import measure_training
+    from gated_srp_bench.training import measure_training
 
     (epoch,) = measure_training(bags=20, patches=40, width=16, dtypes=["float32"])
     assert epoch.dtype == "float32" and min(epoch.loop, epoch.bare, epoch.textbook) > 0

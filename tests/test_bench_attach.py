@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from gated_srp_bench import attach as bench
 from typer.testing import CliRunner
 
-from gated_srp.bench import attach as bench
 from gated_srp.cli import app
 from gated_srp.foreign import handle_of
 

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gated_srp import demo
+from gated_srp.checks.check import check_cohort
 from gated_srp.cli import app
 from gated_srp.data import Preparation, load_config, open_cohort, prepare, read_bag
-from gated_srp.data.check import check_cohort
 from gated_srp.demo import Recipe, generate, heatmap_slide, make_slide, steps
 from gated_srp.errors import UserError
 

@@ -7,9 +7,9 @@ from factories import make_slide, write_atlaspatch, write_trident
 from typer.testing import CliRunner
 
 from gated_srp.cli.first import init
+from gated_srp.cohort_draft import draft_cohort, write_cohort
 from gated_srp.data import load_config, open_cohort
 from gated_srp.errors import UserError
-from gated_srp.init import draft_cohort, write_cohort
 
 
 @pytest.fixture

@@ -12,22 +12,29 @@ LAYERS = {
     "errors": 0,
     "files": 0,
     "machine": 0,
+    "progress": 0,
     "streams": 0,
     "srp": 1,
     "models": 2,
     "foreign": 2,
     "data": 2,
     "slides": 2,
+    "config": 2,
     "tasks": 3,
+    "checks": 3,
     "training": 4,
     "study": 5,
-    "report": 6,
-    "bench": 7,
+    "reports": 6,
     "demo": 7,
-    "init": 7,
+    "cohort_draft": 7,
     "cli": 8,
 }
-BESIDE = {("foreign", "models"), ("files", "errors")}  # same layer, one may see the other
+BESIDE = {
+    ("foreign", "models"),
+    ("files", "errors"),
+    ("data", "config"),
+    ("config", "data"),
+}  # same layer, one may see the other
 
 
 def room(path: Path) -> str:

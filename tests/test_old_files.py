@@ -14,7 +14,7 @@ from training.toy_cohorts import open_config, write_cohort, write_survival_cohor
 
 from gated_srp import attach
 from gated_srp.data.cache import BagCache
-from gated_srp.data.preparation import Preparation, prepare
+from gated_srp.data.prepared import Preparation, prepare
 from gated_srp.training import train_run
 from gated_srp.training.predict import predict_files
 

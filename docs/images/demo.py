@@ -8,8 +8,8 @@ from PIL import Image
 
 from gated_srp.demo import NAME, heatmap_slide
 from gated_srp.files import whole
-from gated_srp.report.heatmap import draw_maps
-from gated_srp.report.values import look, maps_of, scores
+from gated_srp.reports.heatmap import draw_maps
+from gated_srp.reports.values import look, maps_of, scores
 
 
 def draw(home: Path, output: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from factories import LAYOUTS, make_slide, write_clam_pt, write_trident
+from gated_srp_bench.loading import measure_loading
 
 from gated_srp.data import BagCache, Preparation, PreparedBag, prepare
 from gated_srp.data import cache as cache_module
-from gated_srp.data.loading_bench import measure_loading
 from gated_srp.errors import UserError
 
 PLAIN = Preparation()

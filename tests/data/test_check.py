@@ -20,13 +20,13 @@ from factories import (
 )
 from typer.testing import CliRunner
 
+from gated_srp.checks.check import check_cohort, check_folder, write_quarantine
+from gated_srp.checks.estimate import Machine, Trunk
+from gated_srp.checks.findings import parted
+from gated_srp.checks.survey import look_at, survey
 from gated_srp.cli import data as commands
-from gated_srp.data.check import check_cohort, check_folder, write_quarantine
-from gated_srp.data.config import load_config
-from gated_srp.data.estimate import Machine, Trunk
-from gated_srp.data.findings import parted
-from gated_srp.data.preparation import Preparation
-from gated_srp.data.survey import look_at, survey
+from gated_srp.config.load import load_config
+from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError
 
 NAMED = (
@@ -133,7 +133,7 @@ def test_a_bug_in_reading_is_a_finding_of_one_file(tmp_path, monkeypatch):
     def broken(path, settings):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("gated_srp.data.survey.open_header", broken)
+    monkeypatch.setattr("gated_srp.checks.survey.open_header", broken)
     facts = look_at(tmp_path / "s.h5", Preparation())
     assert (facts.kind, "RuntimeError: no such luck" in facts.message) == ("unreadable", True)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gated_srp.data import BagCache, BagError, BagLoader, Preparation, SlideDataset, load_config, prepare, read_bag
-from gated_srp.data.preparation import capped_rows, kept_rows
+from gated_srp.data.prepared import capped_rows, kept_rows
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
 
@@ -226,7 +226,7 @@ def test_workers_prepare_the_next_bag_meanwhile_and_open_files_themselves(files,
 
 
 def test_little_shared_memory_means_reading_here(files, monkeypatch):
-    monkeypatch.setattr("gated_srp.data.dataset._ROOM", 2**80)
+    monkeypatch.setattr("gated_srp.data.loader._ROOM", 2**80)
     with BagLoader(SlideDataset(slides_of(files), Preparation()), workers=1) as loader:
         assert "--shm-size" in loader.notes[0]
         assert [bag.index for bag in loader.epoch([1])] == [1]

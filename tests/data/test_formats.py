@@ -22,7 +22,8 @@ from factories import (
     write_trident_pt,
 )
 
-from gated_srp.data import BagError, bag, hdf5, read_bag, read_header
+from gated_srp.data import BagError, bag, read_bag, read_header
+from gated_srp.data.files import hdf5
 from gated_srp.srp.graph import PatchGraph
 
 _BLOCK = np.array([[0, 0], [1, 0], [0, 1], [1, 1]])

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from gated_srp.data.bag import BagError
-from gated_srp.data.images import (
+from gated_srp.data.files.images import (
     ImageGrid,
     augmented,
     find_images,
@@ -21,7 +21,7 @@ from gated_srp.data.images import (
     turned,
     with_hue,
 )
-from gated_srp.data.preparation import Preparation, prepare
+from gated_srp.data.prepared import Preparation, prepare
 from gated_srp.errors import UserError
 from gated_srp.srp import PatchGraph
 from gated_srp.streams import stream
@@ -88,8 +88,8 @@ def test_the_eight_symmetries_differ_and_each_is_a_permutation_of_the_pixels():
 
 
 def test_every_symmetry_is_drawn_about_equally_often(monkeypatch):
-    monkeypatch.setattr("gated_srp.data.images._JITTER", 0.0)
-    monkeypatch.setattr("gated_srp.data.images._HUE", 0.0)
+    monkeypatch.setattr("gated_srp.data.files.images._JITTER", 0.0)
+    monkeypatch.setattr("gated_srp.data.files.images._HUE", 0.0)
     pixels = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0))
     known = [turned(pixels, number) for number in range(8)]
     counts = [0] * 8

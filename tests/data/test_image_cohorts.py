@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from image_cohorts import write_image, write_images
 
+from gated_srp.checks.check import check_cohort
+from gated_srp.checks.estimate import Machine
 from gated_srp.data import COHORTS, load_config, open_cohort
-from gated_srp.data.check import check_cohort
-from gated_srp.data.estimate import Machine
 from gated_srp.errors import UserError
 
 

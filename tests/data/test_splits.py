@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_srp.data import published_splits
-from gated_srp.data.balance import balanced_parts, nearest_part, validation_part
-from gated_srp.data.imported_splits import import_split
-from gated_srp.data.splits import (
+from gated_srp.data.splits import published as published_splits
+from gated_srp.data.splits.balance import balanced_parts, nearest_part, validation_part
+from gated_srp.data.splits.imported import import_split
+from gated_srp.data.splits.rules import (
     Split,
     assign_parts,
     case_groups,
@@ -25,7 +25,7 @@ from gated_srp.data.splits import (
     survival_strata,
     write_split,
 )
-from gated_srp.data.table import Table
+from gated_srp.data.tables.table import Table
 from gated_srp.errors import UserError
 
 

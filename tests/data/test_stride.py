@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_srp.data import BagError, read_bag
-from gated_srp.data.geometry import on_lattice
+from gated_srp.data.files.stride import on_lattice
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
 

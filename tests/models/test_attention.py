@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from gated_srp_bench import textbook
 
-from benchmarks import textbook
 from gated_srp import PatchGraph, UserError
 from gated_srp.models.attention import DenseAttention, projections
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom

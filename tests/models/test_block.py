@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from gated_srp_bench import textbook
 from torch.nn import functional as F
 
-from benchmarks import textbook
 from gated_srp.models import position
 from gated_srp.models.block import FeedForward
 from gated_srp.models.position import PPEG

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gated_srp.models.attention import split_heads
-from gated_srp.models.landmarks import Gathered, attend, landmark_logits
+from gated_srp.models.fast.landmarks import Gathered, attend, landmark_logits
 from gated_srp.models.nystrom import NystromAttention, nystrom, segment_means
 from gated_srp.srp import PatchGraph
 

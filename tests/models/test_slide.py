@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from gated_srp_bench import textbook
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from benchmarks import textbook
 from gated_srp import GatedSRP, PatchGraph, UserError, trace
 from gated_srp.models import ARMS, build_model
 from gated_srp.models.arms import Arm

@@ -9,7 +9,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 from report.page_folders import HOSTILE, compared  # noqa: E402
 
-from gated_srp.report.page import write_page  # noqa: E402
+from gated_srp.reports.page import write_page  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from gated_srp.cli import slides as commands
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.report.explain import explain_slide, gates_in_words, judge
-from gated_srp.report.values import look
+from gated_srp.reports.explain import explain_slide, gates_in_words, judge
+from gated_srp.reports.values import look
 from gated_srp.training.domain import FeatureStatistics
 
 CARD = {"task": "classification", "classes": ["benign", "tumour"], "cohort": "toy"}

@@ -11,10 +11,10 @@ from factories import LAYOUTS, make_slide, write_clam, write_trident
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_srp.data.formats import read_header
+from gated_srp.data.files.formats import read_header
 from gated_srp.errors import UserError
-from gated_srp.report.geojson import WRITERS, feature_collection, merged
-from gated_srp.report.values import PatchMap, patches_of
+from gated_srp.reports.geojson import WRITERS, feature_collection, merged
+from gated_srp.reports.values import PatchMap, patches_of
 
 
 def area(ring):

@@ -11,13 +11,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from gated_srp.cli import slides as commands
-from gated_srp.data.formats import read_header
+from gated_srp.data.files.formats import read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.report import show
-from gated_srp.report.heatmap import Canvas, around_zero, as_beta, by_percentile, by_rank, colour, draw_maps
-from gated_srp.report.on_slide import contact_sheet, overview, placed
-from gated_srp.report.values import VALUES, PatchMap, look, maps_of, patches_of, scores
+from gated_srp.reports import show
+from gated_srp.reports.heatmap import Canvas, around_zero, as_beta, by_percentile, by_rank, colour, draw_maps
+from gated_srp.reports.on_slide import contact_sheet, overview, placed
+from gated_srp.reports.values import VALUES, PatchMap, look, maps_of, patches_of, scores
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.srp.coefficient import FixedCoefficient
 from gated_srp.srp.trace import trace
@@ -127,7 +127,7 @@ def test_values_are_those_of_the_trace_of_the_file(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
     run, model = _run(tmp_path / "run")
     view = look(run, file)
-    from gated_srp.data.preparation import Preparation, prepare
+    from gated_srp.data.prepared import Preparation, prepare
 
     bag = prepare(file, Preparation())
     with torch.no_grad(), trace(model) as seen:
@@ -161,7 +161,7 @@ def test_change_is_attention_less_that_with_every_gate_at_zero(tmp_path):
     for block in model.blocks[:-1]:
         block.correction.coefficient = FixedCoefficient(0.0)
     save_like = look(run, file)  # the file is untouched; the idle pass is compared with gates fixed at zero
-    from gated_srp.data.preparation import Preparation, prepare
+    from gated_srp.data.prepared import Preparation, prepare
 
     bag = prepare(file, Preparation())
     with torch.no_grad(), trace(model) as idle:

@@ -9,12 +9,12 @@ from report.page_folders import HOSTILE, compared, draw
 from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
-from gated_srp.report.page import LARGEST, build_page, write_page
-from gated_srp.report.page_differences import forests
-from gated_srp.report.page_inline import inline_svg, small_png, within
-from gated_srp.report.page_maps import gallery, read_name
-from gated_srp.report.page_material import Study, gather
-from gated_srp.report.page_tables import run_metrics, slides
+from gated_srp.reports.page import LARGEST, build_page, write_page
+from gated_srp.reports.page_differences import forests
+from gated_srp.reports.page_inline import inline_svg, small_png, within
+from gated_srp.reports.page_maps import gallery, read_name
+from gated_srp.reports.page_material import Study, gather
+from gated_srp.reports.page_tables import run_metrics, slides
 
 
 class Reader(HTMLParser):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from gated_srp.cli import data as commands
 from gated_srp.errors import UserError
-from gated_srp.report.photographs import cut, find_photographs, measure_photographs
+from gated_srp.reports.photographs import cut, find_photographs, measure_photographs
 from gated_srp.slides.encoders import Encoder
 
 

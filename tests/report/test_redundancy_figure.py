@@ -10,7 +10,7 @@ from gated_srp.cli import data as commands
 from gated_srp.data.redundancy import measure
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.report.redundancy import attention_tokens, draw_redundancy
+from gated_srp.reports.redundancy import attention_tokens, draw_redundancy
 from gated_srp.srp.graph import PatchGraph
 
 SMALL = {"in_dim": 12, "num_outputs": 2, "dim": 24, "num_heads": 4, "num_landmarks": 4}

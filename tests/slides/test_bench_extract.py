@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from gated_srp_bench.extract import Speed, measure_extraction, write_slide
 
-from gated_srp.bench.extract import Speed, measure_extraction, write_slide
 from gated_srp.errors import UserError
 from gated_srp.slides.reader import SlideImage
 

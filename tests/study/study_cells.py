@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from gated_srp.data import CohortConfig
-from gated_srp.study.matrix import Cell, Row, plan
+from gated_srp.study.cells import Cell, Row, plan
 
 CURVE = "slide,case,label,predicted,prob_a,prob_b\n"
 

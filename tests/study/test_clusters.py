@@ -11,8 +11,8 @@ from study.study_cells import cells, finish
 from training.toy_cohorts import open_config, write_cohort
 
 from gated_srp.cli.matrix_view import epochs
+from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.engine import Board
-from gated_srp.study.matrix import Cell, Row, plan
 from gated_srp.study.slurm import write_job_array
 from gated_srp.training import train_run
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from gated_srp.cli import studies
 from gated_srp.cli.matrix_view import showing
 from gated_srp.errors import UserError
+from gated_srp.study.cells import Row, plan
 from gated_srp.study.engine import Board
-from gated_srp.study.matrix import Row, plan
 from gated_srp.training import train_run
 
 

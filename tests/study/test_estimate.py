@@ -8,11 +8,11 @@ import pytest
 import typer
 from training.toy_cohorts import open_config, planted, write_cohort
 
+from gated_srp.checks.estimate import Machine
 from gated_srp.cli import study_run
-from gated_srp.data.cohort_data import open_cohort
-from gated_srp.data.estimate import Machine
+from gated_srp.data.cohort import open_cohort
+from gated_srp.study.cells import Row, plan
 from gated_srp.study.cost import cost
-from gated_srp.study.matrix import Row, plan
 
 SLOW = Machine("an abacus", 1e4, 4e9)
 FAST = Machine("a rocket", 1e15, 4e9)
@@ -41,7 +41,7 @@ def test_time_and_space_are_counted_from_the_slides_and_the_model(config):
 
 
 def test_cells_that_are_finished_cost_nothing(config, monkeypatch):
-    monkeypatch.setattr("gated_srp.training.run.RunFolder.finished", True)
+    monkeypatch.setattr("gated_srp.training.folder.RunFolder.finished", True)
     found = cost(cells(config), {"toy": open_cohort(config)}, SLOW)
     assert (found.cells, found.seconds, found.disk) == (0, 0.0, 0.0)
 

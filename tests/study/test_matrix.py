@@ -6,7 +6,7 @@ import pytest
 from study.study_cells import cells, config, finish
 
 from gated_srp.errors import UserError
-from gated_srp.study.matrix import Cell, Row, distinct, plan, quick_version, refuse_mismatches, refuse_unpaired
+from gated_srp.study.cells import Cell, Row, distinct, plan, quick_version, refuse_mismatches, refuse_unpaired
 
 
 def test_a_cell_lives_where_train_writes(tmp_path):

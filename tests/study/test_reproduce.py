@@ -10,9 +10,9 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
-from gated_srp.report.reproduction import reproduction_grid, write_reproduction
+from gated_srp.reports.reproduction import reproduction_grid, write_reproduction
+from gated_srp.study.cells import distinct
 from gated_srp.study.judge import beside_published, judge
-from gated_srp.study.matrix import distinct
 from gated_srp.study.reproduce import Sources, paper_settings, plan_study, read_studies, studies_folder, study_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"

@@ -8,9 +8,9 @@ from image_cohorts import write_image
 
 from gated_srp.data import COHORTS
 from gated_srp.study.cell import run_cell
+from gated_srp.study.cells import Cell
 from gated_srp.study.collect import collect
 from gated_srp.study.judge import beside_published
-from gated_srp.study.matrix import Cell
 from gated_srp.study.reproduce import Sources, plan_study, read_studies
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"

@@ -2,7 +2,7 @@
 
 from training.toy_cohorts import open_config, write_cohort
 
-from gated_srp.study.matrix import Row, plan
+from gated_srp.study.cells import Row, plan
 from gated_srp.study.runtime import _measure_here
 
 

@@ -10,11 +10,11 @@ from study.study_cells import cells, finish
 from study.test_reproduce import FOLDER
 
 from gated_srp.errors import UserError
-from gated_srp.report.curves import precision_recall
-from gated_srp.report.page_material import gather
-from gated_srp.report.reproduction import reproduction_grid
-from gated_srp.report.study import write_comparison
-from gated_srp.report.tables import tone_colour
+from gated_srp.reports.curves import precision_recall
+from gated_srp.reports.page_material import gather
+from gated_srp.reports.reproduction import reproduction_grid
+from gated_srp.reports.study import write_comparison
+from gated_srp.reports.tables import tone_colour
 from gated_srp.study.collect import collect, compare_cells
 from gated_srp.study.judge import beside_published
 from gated_srp.study.predictions import read_predictions
@@ -98,7 +98,7 @@ def test_green_is_better_also_where_less_is_better():
 
 
 def test_the_forest_is_coloured_only_where_the_interval_excludes_zero(tmp_path):
-    from gated_srp.report.figures import draw_pairs
+    from gated_srp.reports.figures import draw_pairs
     from gated_srp.study.results import compare
 
     base, clear, noise = (0.50, 0.51, 0.52), (0.70, 0.712, 0.721), (0.49, 0.53, 0.51)

@@ -4,7 +4,7 @@ import pytest
 from study.study_cells import config, finish
 
 from gated_srp.errors import UserError
-from gated_srp.study.matrix import plan
+from gated_srp.study.cells import plan
 from gated_srp.study.tune import (
     choose,
     freeze,

@@ -15,18 +15,18 @@ from image_cohorts import LABELS, write_image, write_images
 from lightning.fabric import Fabric
 from toy_cohorts import open_config
 
-from gated_srp.data.dataset import BagLoader, together
+from gated_srp.data.loader import BagLoader, together
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card
-from gated_srp.report.values import look
+from gated_srp.reports.values import look
 from gated_srp.streams import stream
 from gated_srp.training import Interrupted, train_run
+from gated_srp.training.callbacks import Keeper
 from gated_srp.training.evaluate import evaluate_run
-from gated_srp.training.keeper import Keeper
+from gated_srp.training.inputs import gather
 from gated_srp.training.loop import Training, bag_order, predict_logits, train_epoch
-from gated_srp.training.material import gather
-from gated_srp.training.members import Member
 from gated_srp.training.predict import files_for, predict_files
+from gated_srp.training.trained import Member
 
 ARM = "vit_s16_gated_srp"
 RESULTS = (

@@ -5,12 +5,12 @@ import torch
 from lightning.fabric import Fabric
 from toy_cohorts import open_config
 
-from gated_srp.data.dataset import BagLoader
+from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model
 from gated_srp.models.slide import stream
+from gated_srp.training.inputs import gather
 from gated_srp.training.loop import Training, bag_order, blaming, finish_epoch, fit, predict_logits, train_epoch
-from gated_srp.training.material import gather
 from gated_srp.training.optim import learning_rate, make_optimiser
 
 

@@ -14,8 +14,8 @@ from toy_cohorts import open_config, write_cohort
 
 from gated_srp.errors import UserError
 from gated_srp.training import Interrupted, train_run
+from gated_srp.training.callbacks import Keeper
 from gated_srp.training.checkpoint import load_checkpoint
-from gated_srp.training.keeper import Keeper
 
 KILLS = int(os.environ.get("GATED_SRP_KILLS", "2"))
 RESULTS = (

@@ -13,15 +13,15 @@ from toy_cohorts import SMALL, open_config, planted, write_cohort, write_surviva
 from typer.testing import CliRunner
 
 from gated_srp.data import load_config, read_bag
-from gated_srp.data.dataset import BagLoader
+from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.training import train_run
 from gated_srp.training.domain import FeatureStatistics
+from gated_srp.training.folder import RunFolder
 from gated_srp.training.gates import COLUMNS
-from gated_srp.training.material import gather
+from gated_srp.training.inputs import gather
 from gated_srp.training.results import task_of
-from gated_srp.training.run import RunFolder
 
 FILES = {
     *("config.yaml", "split.csv", "history.csv", "gates.csv", "metrics.json", "model.safetensors", "environment.json"),
@@ -124,7 +124,7 @@ def test_two_processes_cannot_take_one_folder(cohort, tmp_path):
     run = RunFolder.of(config, arm="na", seed=42)
     code = f"""
 from pathlib import Path
-from gated_srp.training.run import RunFolder
+from gated_srp.training.folder import RunFolder
 with RunFolder(Path({str(run.path)!r})).lock():
     print("held", flush=True)
     input()

@@ -8,7 +8,7 @@ import typer
 from gated_srp.cli.screen import console, say
 
 if TYPE_CHECKING:
-    from gated_srp.bench import Figure, Row
+    from gated_srp_bench import Figure, Row
 
 
 def bench(
@@ -47,7 +47,7 @@ def bench(
 
 
 def _bench_data(output: Path | None) -> None:
-    from gated_srp.data.loading_bench import measure_loading
+    from gated_srp_bench.loading import measure_loading
 
     rows = measure_loading()
     for row in rows:
@@ -58,7 +58,7 @@ def _bench_data(output: Path | None) -> None:
 def _bench_training(output: Path | None) -> None:
     from dataclasses import asdict
 
-    from gated_srp.bench.training import measure_training
+    from gated_srp_bench.training import measure_training
 
     epochs = measure_training(dtypes=("float32", "bfloat16"))
     for epoch in epochs:
@@ -72,7 +72,7 @@ def _bench_training(output: Path | None) -> None:
 def _bench_attach(output: Path | None) -> None:
     from dataclasses import asdict
 
-    from gated_srp.bench.attach import BOUND, measure_attach
+    from gated_srp_bench.attach import BOUND, measure_attach
 
     costs = measure_attach()
     for cost in costs:
@@ -86,7 +86,8 @@ def _bench_attach(output: Path | None) -> None:
 def _bench_extract(output: Path | None) -> None:
     from dataclasses import asdict
 
-    from gated_srp.bench.extract import BOUND, measure_extraction
+    from gated_srp_bench.extract import BOUND, measure_extraction
+
     from gated_srp.machine import keep_freed_memory
 
     keep_freed_memory()  # as the command does
@@ -99,7 +100,7 @@ def _bench_extract(output: Path | None) -> None:
 
 
 def _bench_models(full: bool, output: Path | None) -> None:
-    from gated_srp import bench as measure
+    import gated_srp_bench as measure
 
     rows: list[Row] = []
     for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):

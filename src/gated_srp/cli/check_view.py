@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gated_srp.data.check import Check
-    from gated_srp.data.findings import Finding
+    from gated_srp.checks.check import Check
+    from gated_srp.checks.findings import Finding
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 _PLACES = 5  # places named in full before "and N more"

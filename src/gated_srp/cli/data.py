@@ -18,8 +18,8 @@ def splits(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the split.")] = Path("split.csv"),
 ) -> None:
     """Write the published split of a cohort: one row a slide or patient, with train, val or test."""
-    from gated_srp.data.cohorts import find_cohort
-    from gated_srp.data.splits import assign_parts, write_split
+    from gated_srp.config.presets import find_cohort
+    from gated_srp.data.splits.rules import assign_parts, write_split
 
     preset = find_cohort(cohort)
     table = preset.read_labels(labels)
@@ -44,11 +44,11 @@ def check(
     """Say what was found, what is wrong and what to do. Exit status 1 when something must be mended."""
     from json import dumps
 
+    from gated_srp.checks.check import check_cohort, check_folder, write_quarantine
+    from gated_srp.checks.estimate import this_machine
     from gated_srp.cli.check_view import show
     from gated_srp.cli.progress import counting
-    from gated_srp.data.check import check_cohort, check_folder, write_quarantine
-    from gated_srp.data.config import load_config
-    from gated_srp.data.estimate import this_machine
+    from gated_srp.config.load import load_config
     from gated_srp.files import write_whole
 
     with counting("files") as of:
@@ -123,7 +123,7 @@ def redundancy(
 def _show_redundancy(found: "tuple[str, list[Redundancy], list[str]]", output: Path, *, what: str, unit: str) -> None:
     """Table, figure and the medians in words."""
     from gated_srp.data.redundancy import pooled, quantiles, write_table
-    from gated_srp.report.redundancy import draw_redundancy
+    from gated_srp.reports.redundancy import draw_redundancy
 
     name, measured, left_out = found
     for reason in left_out:

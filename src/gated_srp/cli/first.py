@@ -16,7 +16,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Look at a folder and a spreadsheet and write cohort.yaml; what cannot be seen is left as a choice in a comment."""
-    from gated_srp.init import write_cohort
+    from gated_srp.cohort_draft import write_cohort
 
     draft = write_cohort(folder, table, output, sheet=sheet, force=force)
     for line in draft.seen:
@@ -55,7 +55,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce."""
-    from gated_srp.report.page import write_page
+    from gated_srp.reports.page import write_page
 
     size = write_page(folder, output)
     say(f"written: {output} ({size / 1e6:.1f} MB, opens in any browser, loads nothing)")

@@ -12,8 +12,8 @@ from gated_srp.cli.screen import LOG
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
+    from gated_srp.study.cells import Cell
     from gated_srp.study.engine import Board, Status
-    from gated_srp.study.matrix import Cell
 
 _LOOK = 1.0  # seconds between looks into the folders of running cells
 

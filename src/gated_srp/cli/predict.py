@@ -29,9 +29,9 @@ def predict(
 ) -> None:
     """Predict slides without labels: calibrated probabilities, or risk and survival."""
     from gated_srp.cli.progress import counting
-    from gated_srp.data.preparation import Preparation
-    from gated_srp.training.members import open_members
+    from gated_srp.data.prepared import Preparation
     from gated_srp.training.predict import files_for, predict_files
+    from gated_srp.training.trained import open_members
 
     _prepare_folder(output.parent, output)
     member = open_members(runs)[0]
@@ -68,7 +68,7 @@ def evaluate(
 ) -> None:
     """Score a run on another labelled cohort, with intervals over resampled patients."""
     from gated_srp.cli.progress import counting
-    from gated_srp.data.config import load_config
+    from gated_srp.config.load import load_config
     from gated_srp.errors import UserError
     from gated_srp.training.evaluate import evaluate_run
 

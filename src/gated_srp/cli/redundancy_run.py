@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gated_srp.errors import UserError
 
 if TYPE_CHECKING:
-    from gated_srp.data.preparation import Preparation
+    from gated_srp.data.prepared import Preparation
     from gated_srp.data.redundancy import Redundancy
 
 Progress = Callable[[int], Callable[[object], None]]
@@ -46,7 +46,7 @@ def measure_images(
 ) -> tuple[str, list["Redundancy"], list[str]]:
     """As `measure_slides`, for photographs."""
     from gated_srp.cli.slides import encoder_named
-    from gated_srp.report.photographs import find_photographs, measure_photographs
+    from gated_srp.reports.photographs import find_photographs, measure_photographs
     from gated_srp.slides.extract import best_device
 
     files = find_photographs(folder)
@@ -62,10 +62,10 @@ def measure_slides(
     cohort: Path, run: Path | None, *, layer: int, at_most: int | None, seed: int, progress: Progress
 ) -> tuple[str, list["Redundancy"], list[str]]:
     """The cohort's name, what was measured slide by slide, and why slides were left out."""
-    from gated_srp.data.preparation import prepare
+    from gated_srp.data.prepared import prepare
     from gated_srp.data.redundancy import measure
     from gated_srp.models import SlideTransformer, load_model
-    from gated_srp.report.redundancy import attention_tokens
+    from gated_srp.reports.redundancy import attention_tokens
 
     name, files, settings = _files(cohort)
     files = [files[i] for i in _evenly(len(files), at_most)]
@@ -103,11 +103,11 @@ def _evenly(count: int, at_most: int | None) -> list[int]:
 
 def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], "Preparation"]:
     """Slides with their files. Labels are not needed: without a table every file of the folder is a slide."""
-    from gated_srp.data.cohort_data import find_files, open_cohort
-    from gated_srp.data.config import load_config
-    from gated_srp.data.matching import slide_stem
-    from gated_srp.data.preparation import Preparation
-    from gated_srp.data.siblings import find_bags
+    from gated_srp.config.load import load_config
+    from gated_srp.data.cohort import find_files, open_cohort
+    from gated_srp.data.files.siblings import find_bags
+    from gated_srp.data.prepared import Preparation
+    from gated_srp.data.tables.matching import slide_stem
 
     if cohort.is_dir():
         found = find_bags(cohort)

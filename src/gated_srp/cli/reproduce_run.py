@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from gated_srp.checks.estimate import this_machine
 from gated_srp.cli.screen import LOG, say
 from gated_srp.cli.study_run import Running, run_cells
-from gated_srp.data.cohort_data import CohortData, open_cohort
-from gated_srp.data.estimate import this_machine
+from gated_srp.data.cohort import CohortData, open_cohort
 from gated_srp.errors import UserError
+from gated_srp.study.cells import Cell, distinct
 from gated_srp.study.collect import collect, compare_cells
-from gated_srp.study.matrix import Cell, distinct
 from gated_srp.study.reproduce import (
     Sources,
     Study,
@@ -126,7 +126,7 @@ def _open(plans: Sequence[Plan]) -> tuple[dict[str, CohortData], set[tuple[str, 
 
 
 def _write(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...]) -> None:
-    from gated_srp.report.figures import draw_signed_gate, draw_trajectories
+    from gated_srp.reports.figures import draw_signed_gate, draw_trajectories
 
     if study.kind == "elsewhere":
         say(f"{study.name}: run `{study.command}`")
@@ -142,8 +142,8 @@ def _write(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, 
 
 
 def _write_table(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...]) -> None:
-    from gated_srp.report.reproduction import write_reproduction
-    from gated_srp.report.study import write_comparison
+    from gated_srp.reports.reproduction import write_reproduction
+    from gated_srp.reports.study import write_comparison
     from gated_srp.study.judge import beside_published
 
     if study.kind == "runtime":

@@ -97,7 +97,7 @@ def heatmap(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pictures.")] = Path("heatmap"),
 ) -> None:
     """Show where a model looks on a slide and what its gates change: PNG, contact sheet, files for QuPath."""
-    from gated_srp.report.show import Request, show_slide
+    from gated_srp.reports.show import Request, show_slide
 
     request = Request(
         value=value,
@@ -130,7 +130,7 @@ def heatmap(
 
 def _feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:
     """Of a folder all that come from the first run's encoder, else the file itself; what is neither is told what to do."""
-    from gated_srp.data.siblings import find_bags
+    from gated_srp.data.files.siblings import find_bags
     from gated_srp.slides.reader import ENDINGS
 
     if where.suffix.lower() in ENDINGS:
@@ -165,8 +165,8 @@ def explain(
     mpp: Annotated[float | None, typer.Option("--mpp", help="Microns a pixel, where the slide does not say.")] = None,
 ) -> None:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
-    from gated_srp.data.opening import CONTAINERS
-    from gated_srp.report.explain import explain_slide
+    from gated_srp.data.files.opening import CONTAINERS
+    from gated_srp.reports.explain import explain_slide
     from gated_srp.slides.tiles import Tiling
 
     file, image = slide, None
@@ -214,7 +214,7 @@ def _features_of(
 
 def encoder_named(name: str) -> "Encoder":
     """By any tool's spelling of its name."""
-    from gated_srp.data.encoders import canonical
+    from gated_srp.data.files.encoders import canonical
     from gated_srp.slides.encoders import ENCODERS, find_encoder
 
     return find_encoder(canonical(name) if canonical(name) in ENCODERS else name)

@@ -149,7 +149,7 @@ def reproduce(
 
 def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
     """``DIR`` is for all cohorts, ``KGH=DIR`` for one."""
-    from gated_srp.data.cohorts import find_cohort
+    from gated_srp.config.presets import find_cohort
     from gated_srp.errors import UserError
 
     found: dict[str, Path] = {}

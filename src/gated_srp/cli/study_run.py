@@ -12,16 +12,16 @@ from typing import Literal
 import torch
 import typer
 
+from gated_srp.checks.estimate import this_machine
 from gated_srp.cli.matrix_view import showing
 from gated_srp.cli.screen import LOG, progress_console, say
-from gated_srp.data.cohort_data import CohortData, open_cohort
-from gated_srp.data.configschema import CohortConfig
-from gated_srp.data.estimate import this_machine
+from gated_srp.config.schema import CohortConfig
+from gated_srp.data.cohort import CohortData, open_cohort
 from gated_srp.errors import UserError
+from gated_srp.study.cells import Cell, Row, plan, quick_version, refuse_mismatches, refuse_unpaired
 from gated_srp.study.collect import collect, compare_cells
 from gated_srp.study.cost import Cost, cost
 from gated_srp.study.engine import Board, Slot, local_slots, run_local
-from gated_srp.study.matrix import Cell, Row, plan, quick_version, refuse_mismatches, refuse_unpaired
 from gated_srp.study.ray_engine import run_ray
 from gated_srp.study.slurm import write_job_array
 from gated_srp.training.progress import spoken
@@ -51,7 +51,7 @@ def compare_arms(
     running: Running,
 ) -> list[Cell]:
     """`gated-srp compare`; the cells that failed."""
-    from gated_srp.report.study import write_comparison
+    from gated_srp.reports.study import write_comparison
     from gated_srp.study.tune import tuned_rows
 
     mark = ""
@@ -79,7 +79,7 @@ def compare_arms(
 
 def tune_gate(config: CohortConfig, *, arm: str, seeds: Sequence[int], quick: bool, running: Running) -> None:
     """`gated-srp tune`."""
-    from gated_srp.report.study import write
+    from gated_srp.reports.study import write
     from gated_srp.study.collect import split_ratio
     from gated_srp.study.tune import choose, freeze, optimism, tuning_cells, tuning_table
 

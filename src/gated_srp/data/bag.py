@@ -26,13 +26,12 @@ class BagError(UserError):
     """
 
     def __init__(self, kind: str, path: Path, message: str) -> None:
-        super().__init__(f"{path}: {message}")
-        self.kind = kind
-        self.path = path
+        super().__init__(message, where=path, kind=kind)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Survive the way back from a worker process."""
-        return BagError, (self.kind, self.path, str(self).removeprefix(f"{self.path}: "))
+    @property
+    def path(self) -> Path:
+        """The feature file."""
+        return Path(self.where)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

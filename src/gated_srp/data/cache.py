@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gated_srp.data.preparation import Preparation, PreparedBag, prepare
-from gated_srp.data.siblings import position_files
+from gated_srp.data.files.siblings import position_files
+from gated_srp.data.prepared import Preparation, PreparedBag, prepare
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import FusedAttention, Spare, product_dtype, split_heads, weights
-from gated_srp.models.landmarks import Gathered, attend, landmark_logits, spread
+from gated_srp.models.fast.landmarks import Gathered, attend, landmark_logits, spread
 from gated_srp.srp import PatchGraph
 from gated_srp.srp.projection import chunks, linear_into
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gated_srp.errors import UserError
 
 if TYPE_CHECKING:
-    from gated_srp.study.matrix import Cell
+    from gated_srp.study.cells import Cell
 
 _PATIENCE = 60.0  # seconds that a predecessor has to save its state and leave
 STOPPED = 130
@@ -25,7 +25,7 @@ STOPPED = 130
 
 def run_cell(spec: Mapping[str, Any]) -> Path:
     """Train the cell, or go on with it, or leave it alone if it is finished."""
-    from gated_srp.study.matrix import Cell
+    from gated_srp.study.cells import Cell
     from gated_srp.training import train_run
 
     cell = Cell.from_spec(spec)

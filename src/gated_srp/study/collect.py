@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 
 from gated_srp.errors import UserError
-from gated_srp.study.matrix import Cell, refuse_unpaired
+from gated_srp.study.cells import Cell, refuse_unpaired
 from gated_srp.study.predictions import metrics_of, read_predictions
 from gated_srp.study.results import COLUMNS, Comparison, compare
 from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap

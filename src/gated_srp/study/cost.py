@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from gated_srp.checks.estimate import Machine, Trunk, run_seconds
 from gated_srp.data.bag import BagError
-from gated_srp.data.cohort_data import CohortData
-from gated_srp.data.estimate import Machine, Trunk, run_seconds
-from gated_srp.data.preparation import Preparation, open_header
-from gated_srp.data.splits import PARTS
-from gated_srp.study.matrix import Cell, distinct
+from gated_srp.data.cohort import CohortData
+from gated_srp.data.prepared import Preparation, open_header
+from gated_srp.data.splits.rules import PARTS
+from gated_srp.study.cells import Cell, distinct
 from gated_srp.training.domain import evenly
 
 _LOOKED_AT = 50  # slides whose headers are read

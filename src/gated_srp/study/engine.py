@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from gated_srp.study.matrix import Cell, distinct
+from gated_srp.study.cells import Cell, distinct
 
 State = Literal["waiting", "running", "finished", "failed"]
 TRIES = 2

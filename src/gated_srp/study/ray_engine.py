@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gated_srp.errors import UserError
+from gated_srp.study.cells import Cell
 from gated_srp.study.engine import COMMAND, TRIES, Board, Status
-from gated_srp.study.matrix import Cell
 
 _POLL = 0.5  # seconds
 _LOST = 5  # machines that one cell may lose

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from gated_srp.data.cohorts import SEEDS, find_cohort
-from gated_srp.data.config import load_config
-from gated_srp.data.configschema import CohortConfig
+from gated_srp.config.load import load_config
+from gated_srp.config.presets import SEEDS, find_cohort
+from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
-from gated_srp.study.matrix import Cell, Row, plan
+from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.published import PublishedTable, read_published
 
 Kind = Literal["table", "runtime", "trajectories", "signed-gate", "elsewhere"]

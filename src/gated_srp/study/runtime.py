@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gated_srp.errors import UserError
 
 if TYPE_CHECKING:
-    from gated_srp.study.matrix import Cell
+    from gated_srp.study.cells import Cell
 
 
 def measure(cell: Cell) -> dict[str, float]:
@@ -44,12 +44,12 @@ def _measure_here(spec: Mapping[str, Any]) -> dict[str, float]:
     import torch
     from lightning.fabric import Fabric
 
-    from gated_srp.data.dataset import BagLoader
-    from gated_srp.data.formats import read_header
+    from gated_srp.data.files.formats import read_header
+    from gated_srp.data.loader import BagLoader
     from gated_srp.models import build_model
-    from gated_srp.study.matrix import Cell
+    from gated_srp.study.cells import Cell
+    from gated_srp.training.inputs import gather
     from gated_srp.training.loop import Training, predict_logits, train_epoch
-    from gated_srp.training.material import gather
     from gated_srp.training.start import accelerator, choose_precision
 
     cell = Cell.from_spec(spec)

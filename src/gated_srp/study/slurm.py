@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gated_srp.files import write_whole
-from gated_srp.study.matrix import Cell
+from gated_srp.study.cells import Cell
 
 _SLACK = 3.0  # of the estimated time; a task that runs out of it goes on when it is submitted again
 _NOTICE = 120  # seconds before the end at which Slurm asks a task to save and leave

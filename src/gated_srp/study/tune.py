@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from gated_srp.data.configschema import CohortConfig
+from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
-from gated_srp.study.matrix import Cell, Row, plan, unit_name
+from gated_srp.study.cells import Cell, Row, plan, unit_name
 from gated_srp.study.statistics import TTest, t_test
 
 DELTAS = (0.5, 1.0, 1.5, 2.0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gated_srp.tasks import Classification, Survival
-from gated_srp.training.members import Member
+from gated_srp.training.trained import Member
 
 
 def combined(members: Sequence[Member], logits: Sequence[Tensor]) -> pd.DataFrame:

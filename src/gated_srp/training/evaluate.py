@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cache import BagCache
-from gated_srp.data.cohort_data import CohortData, open_cohort
-from gated_srp.data.configschema import CohortConfig
-from gated_srp.data.encoders import canonical
-from gated_srp.data.preparation import Preparation
+from gated_srp.data.cohort import CohortData, open_cohort
+from gated_srp.data.files.encoders import canonical
+from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.tasks import Classification, Multilabel, Survival, Task
 from gated_srp.tasks.survival_metrics import FollowUp, RiskGroups, risk_groups
-from gated_srp.training.material import Level
-from gated_srp.training.members import Member
+from gated_srp.training.folder import defined
+from gated_srp.training.inputs import Level
 from gated_srp.training.predict import Progress, no_progress, run_models
-from gated_srp.training.run import defined
+from gated_srp.training.trained import Member
 
 LEVEL = 0.05
 _SCALE = 5.0  # times the training follow-up from which on the unit of time is doubted

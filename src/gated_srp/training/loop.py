@@ -17,8 +17,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from gated_srp.data.configschema import TrainConfig
-from gated_srp.data.dataset import BagLoader, SlideBag, together
+from gated_srp.config.schema import TrainConfig
+from gated_srp.data.loader import BagLoader, SlideBag, together
 from gated_srp.errors import UserError
 from gated_srp.models.slide import SlideModel
 from gated_srp.streams import stream

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.cache import BagCache
-from gated_srp.data.dataset import BagLoader, SlideBag
-from gated_srp.data.images import find_images
-from gated_srp.data.matching import slide_stem
-from gated_srp.data.preparation import Preparation
-from gated_srp.data.siblings import find_bags
+from gated_srp.data.files.images import find_images
+from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.loader import BagLoader, SlideBag
+from gated_srp.data.prepared import Preparation
+from gated_srp.data.tables.matching import slide_stem
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import SlideModel
 from gated_srp.training.answers import combined
 from gated_srp.training.domain import slide_mean
 from gated_srp.training.loop import blaming
-from gated_srp.training.members import FittingDataset, Member, open_members
 from gated_srp.training.start import accelerator, choose_precision
+from gated_srp.training.trained import FittingDataset, Member, open_members
 
 Progress = Callable[[int], Callable[[object], None]]
 _PLAIN = Preparation()

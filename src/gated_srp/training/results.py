@@ -11,15 +11,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gated_srp.data.dataset import BagLoader
-from gated_srp.data.preparation import Preparation, open_header
+from gated_srp.data.loader import BagLoader
+from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import UserError
 from gated_srp.models import save_model
 from gated_srp.tasks import Classification, Multilabel, Survival, Task, fit_temperature, selection_score
 from gated_srp.training.domain import FeatureStatistics, evenly, slide_mean
+from gated_srp.training.folder import RunFolder
+from gated_srp.training.inputs import Material
 from gated_srp.training.loop import Training, Watch, predict_logits
-from gated_srp.training.material import Material
-from gated_srp.training.run import RunFolder
 
 PARTS = ("val", "test")
 

@@ -1,0 +1,206 @@
+"""What each feature file of a cohort holds, file by file: the facts that `check` judges.
+
+Shapes: N patches, C channels.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gated_srp.data.bag import Bag, BagError
+from gated_srp.data.prepared import Preparation, capped_rows, open_bag, open_header
+from gated_srp.errors import UserError
+from gated_srp.srp.graph import PatchGraph
+
+_WORTH_WORKERS = 64  # files from which on the start of other processes (they import torch) pays
+_CHUNK = 4096  # rows of features that are looked at together
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Of one slide's graph: neighbours a patch on average, and the share of patches without any."""
+
+    mean: float
+    alone: float
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One feature file. A file that cannot be used has a ``kind`` and a ``message`` and may have nothing else."""
+
+    path: Path
+    kind: str | None = None
+    message: str = ""
+    bytes: int = 0
+    patches: int = 0
+    width: int = 0
+    dtype: str = ""
+    encoder: str | None = None
+    stride: float = 0.0
+    unit: str = "px"
+    stride_source: str = ""
+    neighbours: Neighbours | None = None
+    capped: Neighbours | None = None  # None: not longer than the cap
+    shared_cells: int = 0  # patches that another patch of the same lattice cell hides
+    duplicates: int = 0  # patches that stand exactly where another stands
+    nonfinite: int = 0  # rows with NaN, infinity or a length beyond float32; only looked for when deep
+    zeros: int = 0  # rows of zeros alone; as above
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        return self.kind is None
+
+
+def survey(
+    files: Sequence[Path],
+    settings: Preparation = Preparation(),  # noqa: B008 - frozen
+    *,
+    deep: bool = False,
+    workers: int = 0,
+    done: Callable[[FileFacts], object] = lambda facts: None,
+) -> list[FileFacts]:
+    """The facts of each file, in the order of ``files``; ``done`` is called with each as it comes.
+
+    ``deep`` looks at the feature arrays too.
+    Nothing in a file stops the others: damage becomes a ``kind``; with ``workers`` (processes) also where it ends the
+    process that reads.
+    """
+    look = partial(look_at, settings=settings, deep=deep)
+    found = []
+    for facts in _pooled(look, files, workers) if workers else map(look, files):
+        found.append(facts)
+        done(facts)
+    return found
+
+
+def workers_for(files: int) -> int:
+    """Processes that pay: none for a few files, since each has to import torch first."""
+    return min(8, os.cpu_count() or 1) if files >= _WORTH_WORKERS else 0
+
+
+def _pooled(look: Callable[[Path], FileFacts], files: Sequence[Path], workers: int) -> Iterator[FileFacts]:
+    """In order. A file whose reading ends its process ends the whole pool: the rest is read one process a time."""
+    context, yielded = get_context("spawn"), 0
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for facts in pool.map(look, files, chunksize=8):
+                yield facts
+                yielded += 1
+    except BrokenProcessPool:
+        for path in files[yielded:]:
+            yield _alone(look, path)
+
+
+def _alone(look: Callable[[Path], FileFacts], path: Path) -> FileFacts:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(look, path).result()
+        except BrokenProcessPool:
+            message = "reading it ended the process: damaged, or larger than memory. Extract the slide again."
+            return FileFacts(path, kind="crash", message=message)
+
+
+def look_at(path: Path, settings: Preparation, *, deep: bool = False) -> FileFacts:
+    """The facts of one file; never raises on what a file holds."""
+    try:
+        return _facts(path, settings, deep=deep)
+    except BagError as error:
+        return FileFacts(path, error.kind, str(error).removeprefix(f"{error.path}: "), bytes=_size(path))
+    except UserError as error:
+        return FileFacts(path, "unusable", str(error), bytes=_size(path))
+    except Exception as error:  # a doctor does not die of a patient: name the file and go on
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        message = f"cannot be read ({said}). Extract the slide again; if that does not help, report it as a bug."
+        return FileFacts(path, "unreadable", message, bytes=_size(path))
+
+
+def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
+    header = open_bag(path, settings) if deep else open_header(path, settings)
+    coords, stride = header.coords, header.stride
+    kind, message, whole, capped = None, "", None, None
+    try:
+        whole, capped = _neighbours(coords, stride, settings)
+    except UserError as error:
+        kind, message = "no_neighbours", str(error)
+    nonfinite = zeros = 0
+    if isinstance(header, Bag):
+        nonfinite, zeros = _odd_rows(header.features)
+    if nonfinite and kind is None:
+        kind = "nonfinite"
+        message = (
+            f"{nonfinite} of {len(coords)} rows of features are NaN, infinite or too large for float32. Extract the "
+            "slide again, or drop those rows together with their positions."
+        )
+    places, floor = _distinct(coords), settings.lattice == "floor"
+    return FileFacts(
+        path,
+        kind,
+        message,
+        bytes=_size(path),
+        patches=header.shape[0],
+        width=header.shape[1],
+        dtype=str(header.dtype).removeprefix("torch."),
+        encoder=header.encoder,
+        stride=stride,
+        unit=header.unit,
+        stride_source=header.stride_source,
+        neighbours=whole,
+        capped=capped,
+        # Patches of one cell that do not stand on one spot: lattices that start anew.
+        shared_cells=places - _distinct(torch.div(coords.double(), stride, rounding_mode="floor")) if floor else 0,
+        duplicates=len(coords) - places,
+        nonfinite=nonfinite,
+        zeros=zeros,
+        warnings=header.warnings,
+    )
+
+
+def _neighbours(coords: Tensor, stride: float, settings: Preparation) -> tuple[Neighbours, Neighbours | None]:
+    """Before the cap and after it. Kept rows stand in front, so one graph tells both: its lists cut to those rows."""
+    rows = capped_rows(coords, settings.cap)
+    if rows is not None:
+        dropped = torch.ones(len(coords), dtype=torch.bool).index_fill_(0, rows, False)
+        coords = coords[torch.cat([rows, dropped.nonzero().flatten()])]
+    graph = PatchGraph.from_coords(coords, stride=stride, window=settings.window, lattice=settings.lattice)
+    counts = graph.neighbour_count
+    if rows is None:
+        return _told(counts), None
+    owner = torch.arange(len(rows)).repeat_interleave(counts[: len(rows)])
+    inside = graph.neighbours[: len(owner)] < len(rows)
+    return _told(counts), _told(torch.bincount(owner[inside], minlength=len(rows)))
+
+
+def _told(counts: Tensor) -> Neighbours:
+    return Neighbours(float(counts.double().mean()), float((counts == 0).double().mean()))
+
+
+def _distinct(points: Tensor) -> int:
+    """How many of (N, 2) points differ: one number a point sorts much faster than rows do."""
+    x, y = (torch.unique(points[:, i], return_inverse=True)[1] for i in (0, 1))  # ranks: no key can overflow
+    return len(torch.unique(x * (int(y.max()) + 1) + y))
+
+
+def _odd_rows(features: Tensor) -> tuple[int, int]:
+    """Rows whose length is not finite in float32, and rows of zeros; a part of the rows at a time."""
+    bad = zeros = 0
+    for part in features.split(_CHUNK):
+        norms = torch.linalg.vector_norm(part.float(), dim=1)
+        bad += int((~torch.isfinite(norms)).sum())
+        zeros += int((norms == 0).sum())
+    return bad, zeros
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

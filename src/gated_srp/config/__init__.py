@@ -1,0 +1,1 @@
+"""The one YAML that describes a cohort, and the paper's cohorts as presets."""

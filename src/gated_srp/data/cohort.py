@@ -1,0 +1,116 @@
+"""A cohort's settings turned into slides: the table, the file of each slide, who trains and who tests.
+
+data = open_cohort(load_config("cohort.yaml"))
+slides = data.slides(seed=42)                     # one row a slide: slide, case, label(s), file, part
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.data.files.images import find_images
+from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.splits.imported import import_split
+from gated_srp.data.splits.rules import Split, assign_parts, k_folds, own_split, site_folds
+from gated_srp.data.tables.matching import Matches, match_slides
+from gated_srp.data.tables.table import Table, read_table
+from gated_srp.errors import UserError
+
+
+@dataclass(frozen=True)
+class CohortData:
+    """What the settings lead to. Splits are drawn on the whole table; slides without a file are left out afterwards."""
+
+    config: CohortConfig
+    table: Table
+    matches: Matches
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """How the table was read and which slides have no file."""
+        return (*self.table.notes, *self.matches.report())
+
+    def split(self, seed: int, fold: int = 0) -> Split:
+        """The split of a seed (and of a fold): imported, published, or drawn by patient."""
+        config, table = self.config, self.table
+        number = config.folds.number if config.folds else 1
+        if not 0 <= fold < number:
+            raise UserError(f"fold {fold}: this cohort has {number}, counted from 0. Set `folds` for more.")
+        if config.split is not None:
+            path = str(config.split).replace("{seed}", str(seed)).replace("{fold}", str(fold))
+            return import_split(path, table, fold=fold, seed=seed)
+        if config.folds:
+            return (site_folds if config.folds.by == "site" else k_folds)(table, number, seed)[fold]
+        if config.preset and config.labels:
+            return config.preset.read_split(config.labels, seed, table=table)
+        return own_split(table, seed)
+
+    def slides(self, seed: int, fold: int = 0) -> pd.DataFrame:
+        """The table's rows that have a file and a part, in the table's order, with columns ``file`` and ``part``."""
+        return self.with_parts(self.split(seed, fold))
+
+    def with_parts(self, split: Split) -> pd.DataFrame:
+        """As `slides`, for a split at hand."""
+        frame = self.table.frame.assign(
+            file=self.table.frame["slide"].map(self.matches.found), part=assign_parts(split, self.table)
+        )
+        return frame.dropna(subset=["file", "part"]).reset_index(drop=True)
+
+
+def open_cohort(config: CohortConfig, files: Iterable[Path] | None = None) -> CohortData:
+    """Read the table and find each slide's file; ``files`` are those to choose from (images, say), else `find_files`."""
+    found = find_files(config) if files is None else list(files)
+    table = read_labels(config, found)
+    matches = match_slides(list(table.frame["slide"]), found)
+    if not matches.found:
+        example = f"the first slide is {table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
+        raise UserError(
+            f"none of {len(table.frame)} slides has a file of its name: {example}. Check `slide` and "
+            f"`{'images' if config.images else 'features'}`."
+        )
+    data = CohortData(config, table, matches)
+    for note in data.notes:
+        logging.getLogger(__name__).debug("%s: %s", config.name, note)
+    return data
+
+
+def find_files(config: CohortConfig) -> list[Path]:
+    """All feature files of the cohort's folders, or its images."""
+    if config.images is not None:
+        if config.images.folder is None:
+            raise UserError(f"{config.name}: `images` is not set. Name the folder of the images.")
+        return find_images(config.images.folder)
+    if not config.features:
+        raise UserError(f"{config.name}: `features` is not set. Name the folder of the feature files.")
+    found = [path for folder in config.features for path in find_bags(folder, encoder=config.encoder)]
+    if not found:
+        of = f" of {config.encoder}" if config.encoder else ""
+        raise UserError(
+            f"{', '.join(map(str, config.features))}: no feature file{of} in it. Check `features` and `encoder`."
+        )
+    return found
+
+
+def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
+    """The cohort's table of slides: the preset's public files, or the user's own."""
+    if config.table is not None:
+        return read_table(
+            config.table,
+            config.columns,
+            task=config.task,
+            classes=config.classes,
+            sheet=config.sheet,
+            slide_table=config.slides,
+            files=files,
+        )
+    if config.preset and config.labels:
+        return config.preset.read_labels(config.labels)
+    wanted = (
+        "`labels`, the folder of its public label files," if config.preset else "`table`, one row a slide or patient,"
+    )
+    raise UserError(f"{config.name}: {wanted} is not set. Labels cannot be read.")

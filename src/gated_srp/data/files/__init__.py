@@ -1,0 +1,1 @@
+"""One feature file of any tool, or one image -> `Bag`."""

@@ -1,0 +1,230 @@
+"""Every tool's feature file as it is -> `Bag`: TRIDENT, AtlasPatch, CLAM, STAMP, slideflow, tiatoolbox, plain arrays.
+
+Shapes: N patches, C channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gated_srp.data.bag import Bag, BagError, BagHeader
+from gated_srp.data.files import stride as geometry
+from gated_srp.data.files.attributes import number, text
+from gated_srp.data.files.containers import Container
+from gated_srp.data.files.encoders import canonical, encoder_of_folder, is_known, known_widths
+from gated_srp.data.files.opening import opened
+from gated_srp.data.files.positions import Places, Positions, read_positions
+
+_FEATURES = ("features", "feats", "patch_embeddings", "embeddings")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Found(NamedTuple):
+    """A feature file, its feature array excepted."""
+
+    path: Path
+    key: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    positions: Positions
+    places: Places
+    encoder: str | None
+
+
+def read_bag(
+    path: str | Path,
+    *,
+    encoder: str | None = None,
+    features_key: str | None = None,
+    coords_key: str | None = None,
+    stride: float | None = None,
+) -> Bag:
+    """Read one slide's features and patch positions from any tool's file.
+
+    ``encoder``: which features, where a file holds several (any spelling).
+    ``features_key``, ``coords_key``: names of the arrays, where they are unusual.
+    ``stride``: overrules the one declared in the file and the one observed in the coordinates.
+    A file that cannot be used raises `BagError` with a ``kind``.
+    """
+    with opened(Path(path)) as file:
+        found = _collect(file, encoder=encoder, features_key=features_key, coords_key=coords_key)
+        features = file.read(found.key)
+    header = _header(found, encoder=encoder, stride=stride)
+    features = features.reshape(header.shape).to(header.dtype)  # (N, C); a leading batch axis goes
+    return Bag(features=features, **{field.name: getattr(header, field.name) for field in fields(header)})
+
+
+def read_header(
+    path: str | Path,
+    *,
+    encoder: str | None = None,
+    features_key: str | None = None,
+    coords_key: str | None = None,
+    stride: float | None = None,
+) -> BagHeader:
+    """As `read_bag`, without the feature array: positions and metadata of many files in little time."""
+    with opened(Path(path)) as file:
+        found = _collect(file, encoder=encoder, features_key=features_key, coords_key=coords_key)
+    return _header(found, encoder=encoder, stride=stride)
+
+
+def _collect(file: Container, *, encoder: str | None, features_key: str | None, coords_key: str | None) -> _Found:
+    """All that has to be read while the file is open; what can be refused is refused before the features are read."""
+    names = file.names()
+    key = _features_name(file, names, encoder, features_key)
+    root, own = file.attrs(), file.attrs(key)
+    shape, dtype = _feature_shape(file, key, text(root, "feat_type"))
+    positions = read_positions(file, names, coords_key)
+    if len(positions.values) != shape[0]:
+        raise _row_mismatch(file, shape, len(positions.values))
+    name = _encoder_name(key, own, root)
+    if encoder and name and canonical(encoder) != name and is_known(encoder) and is_known(name):
+        raise file.error("wrong_encoder", _other_encoder(name, encoder))
+    places: Places = [positions.places[0], ("features", own), ("file root", root), *positions.places[1:]]
+    return _Found(file.path, key, shape, dtype, positions, places, name)
+
+
+def _header(found: _Found, *, encoder: str | None, stride: float | None) -> BagHeader:
+    positions = geometry.stamp_positions(found.positions, found.places) if found.key == "feats" else found.positions
+    lattice = geometry.lattice(positions, found.places, found.path, given=stride)
+    said = found.encoder or encoder_of_folder(found.path)
+    name = found.encoder or (canonical(encoder) if encoder else said)
+    return BagHeader(
+        path=found.path,
+        shape=found.shape,
+        dtype=torch.float32 if found.dtype == torch.float64 else found.dtype,
+        encoder=name,
+        coords=lattice.coords,
+        stride=lattice.stride,
+        stride_source=lattice.source,
+        unit=lattice.unit,
+        patch_size_level0=lattice.patch_size,
+        warnings=(
+            *lattice.warnings,
+            *_duplicates(lattice.coords),
+            *_encoder_notes(name, said, encoder, found.shape[1]),
+        ),
+        **_about_slide(found.places),
+    )
+
+
+def _about_slide(places: Places) -> dict[str, Any]:
+    """What the file says about the slide image; the first place that says it counts."""
+    attrs = {k: v for _, place in reversed(places) for k, v in place.items() if v is not None}
+    width, height, image = number(attrs, "level0_width"), number(attrs, "level0_height"), text(attrs, "wsi_path")
+    return {
+        "wsi_path": Path(image) if image else None,
+        "level0_size": (int(width), int(height)) if width and height else None,
+        "mpp": number(attrs, "level0_mpp", "mpp", "mpp_x") or None,
+        "magnification": number(attrs, "level0_magnification") or None,
+    }
+
+
+def _features_name(file: Container, names: Sequence[str], encoder: str | None, features_key: str | None) -> str:
+    """The array to read: the caller's, the encoder's of a group, or the usual names in order."""
+    listed = ", ".join(names) or "nothing"
+    for name in (features_key,) if features_key else _FEATURES:
+        if name in names:
+            return name
+        inside = [n for n in names if n.startswith(f"{name}/")]
+        if inside:
+            return _of_encoder(file, inside, encoder)
+    if features_key and file.has(features_key):
+        return features_key
+    looked = features_key or ", ".join(_FEATURES)
+    raise file.error(
+        "no_features",
+        f"no features (found: {listed}; looked for {looked}). "
+        "Name the key with features_key, or run the tool's feature extraction.",
+    )
+
+
+def _of_encoder(file: Container, inside: list[str], encoder: str | None) -> str:
+    names = {name.rsplit("/", 1)[1]: name for name in inside}
+    listed = ", ".join(names)
+    if encoder is None:
+        if len(names) == 1:
+            return inside[0]
+        example = canonical(next(iter(names)))
+        raise file.error(
+            "several_encoders", f"features of several encoders ({listed}). Choose one by name: encoder={example!r}."
+        )
+    if encoder in names:
+        return names[encoder]
+    same = [full for name, full in names.items() if canonical(name) == canonical(encoder)]
+    if len(same) != 1:
+        count = len(same) or "no"
+        raise file.error("wrong_encoder", f"{count} features of {encoder!r} (found: {listed}). Choose one by its name.")
+    return same[0]
+
+
+def _feature_shape(file: Container, key: str, level: str | None) -> tuple[tuple[int, int], torch.dtype]:
+    """(N, C) and the type, or a refusal. ``level``: what STAMP says a row is: tile, slide, patient."""
+    shape, dtype = file.spec(key)
+    rows = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
+    if rows and rows[0] == 0:
+        raise file.error(
+            "empty", "no patches: no tissue was found. Leave the slide out, or extract it with other tissue settings."
+        )
+    one_row = len(rows) == 2 and rows[0] == 1 and file.path.parent.name.startswith("slide_features")
+    if len(shape) == 1 or one_row or level in ("slide", "patient"):
+        raise file.error(
+            "slide_embedding",
+            f"this is a slide embedding: '{key}' has shape {shape}, one vector a slide. "
+            "Gated SRP needs features of patches, (N, C), with positions; point at the folder of patch features.",
+        )
+    if len(rows) != 2 or rows[1] == 0:
+        raise file.error(
+            "wrong_rank",
+            f"'{key}' has shape {shape}, expected (N, C) or (1, N, C). Name the right array: features_key.",
+        )
+    if dtype not in _FLOATS:
+        raise file.error("wrong_dtype", f"'{key}' holds {dtype}, expected floats. Name the right array: features_key.")
+    return (rows[0], rows[1]), dtype
+
+
+def _row_mismatch(file: Container, shape: tuple[int, int], positions: int) -> BagError:
+    if shape[0] == 1:
+        return file.error(
+            "slide_embedding",
+            f"this is a slide embedding: one row of features for {positions} positions. "
+            "Gated SRP needs a row a patch; point at the folder of patch features.",
+        )
+    return file.error(
+        "row_mismatch",
+        f"{shape[0]} rows of features, but {positions} positions. They come from different extractions, or one was "
+        "interrupted; extract the slide again.",
+    )
+
+
+def _duplicates(coords: Tensor) -> tuple[str, ...]:
+    again = len(coords) - len(np.unique(coords.double().numpy().view(np.complex128)))
+    found = f"duplicates: {again} of {len(coords)} patches stand where another stands; extract again if unexpected."
+    return (found,) if again else ()
+
+
+def _encoder_name(key: str, own: dict[str, Any], root: dict[str, Any]) -> str | None:
+    """What the file itself says: the array's attributes, its group, the file's attributes; in this order."""
+    in_group = key.rsplit("/", 1)[1] if key.split("/")[0] in _FEATURES and "/" in key else None
+    noted = text(own, "encoder", "extractor") or in_group or text(root, "encoder", "extractor")
+    return canonical(noted) if noted else None
+
+
+def _other_encoder(name: str, asked: str) -> str:
+    return f"features of {name!r}, but {canonical(asked)!r} was asked for. Point at the others, or change encoder."
+
+
+def _encoder_notes(name: str | None, said: str | None, asked: str | None, width: int) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if asked and said and canonical(asked) != said:  # a folder's word, or a name that the table lacks: may be an alias
+        notes = (f"encoder: {_other_encoder(said, asked)}",)
+    widths = known_widths(name or "")
+    if widths and width not in widths:
+        expected = " or ".join(map(str, widths))
+        notes += (f"encoder: {name} gives {expected} channels, these have {width}. Check what wrote them.",)
+    return notes

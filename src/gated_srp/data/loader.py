@@ -1,0 +1,212 @@
+"""The slides of a cohort as prepared bags, one at a time, the next one ready when it is asked for.
+
+data = open_cohort(config)
+slides = SlideDataset.of(config, data.slides(seed=42))
+with BagLoader(slides, workers=1) as loader:
+    for bag in loader.epoch(order):
+"""
+
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.data.bag import BagError
+from gated_srp.data.cache import BagCache
+from gated_srp.data.prepared import Preparation, PreparedBag, prepare
+from gated_srp.errors import UserError
+from gated_srp.srp.graph import PatchGraph
+from gated_srp.streams import stream
+
+_SHARED = Path("/dev/shm")  # where the bags of worker processes pass through on Linux
+_ROOM = 2**31  # bytes of it that let a few large bags pass
+Variation = tuple[int, int]  # seed and epoch of a training
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SlideBag(PreparedBag):
+    """A prepared bag with its place in the cohort."""
+
+    index: int  # in the dataset
+    slide: str
+    case: str
+    target: Tensor | None
+
+
+def together(bags: Sequence[SlideBag]) -> tuple[Tensor, PatchGraph]:
+    """Features (B, N, C) and one graph of bags of equal length; a single bag is not copied."""
+    if len(bags) == 1:
+        return bags[0].features[None], bags[0].graph
+    return torch.stack([bag.features for bag in bags]), PatchGraph.batch([bag.graph for bag in bags])
+
+
+class SlideDataset(Dataset[SlideBag]):
+    """Item i: the bag of row i of ``slides`` (columns slide, case, file), with ``targets[i]`` where given.
+
+    Files are opened when an item is asked for, by the process that asks.
+    """
+
+    def __init__(
+        self,
+        slides: pd.DataFrame,
+        settings: Preparation,
+        *,
+        targets: Tensor | None = None,
+        cache: BagCache | None = None,
+    ) -> None:
+        if targets is not None and len(targets) != len(slides):
+            raise ValueError(f"{len(targets)} targets for {len(slides)} slides")
+        self.slides = slides[["slide", "case"]].reset_index(drop=True)
+        self.files = [Path(file) for file in slides["file"]]
+        self.settings = settings
+        self.targets = targets
+        self.cache = cache
+
+    @classmethod
+    def of(cls, config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> Self:
+        """With the settings and the cache of a cohort; ``slides`` as `CohortData.slides` gives them."""
+        cache = BagCache(config.cache.folder) if config.cache.folder else None
+        return cls(slides, Preparation.of(config), targets=targets, cache=cache)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> SlideBag:
+        return self._bag(index)
+
+    def varied(self, index: int, variation: Variation) -> SlideBag:
+        """As an epoch of training sees it: an image is augmented by a stream of its own, a slide stays as it is."""
+        if self.settings.images is None:
+            return self[index]
+        seed, epoch = variation
+        return self._bag(index, stream(seed, f"augment/{epoch}/{self.slides['slide'][index]}"))
+
+    def _bag(self, index: int, draws: torch.Generator | None = None) -> SlideBag:
+        file = self.files[index]
+        try:
+            bag = self.cache.read(file, self.settings) if self.cache else prepare(file, self.settings, draws)
+        except UserError as error:
+            raise self._named(index, error) from None
+        slide, case = self.slides.iloc[index]
+        return SlideBag(
+            **{field.name: getattr(bag, field.name) for field in fields(bag)},
+            index=index,
+            slide=slide,
+            case=case,
+            target=None if self.targets is None else self.targets[index],
+        )
+
+    def _named(self, index: int, error: UserError) -> UserError:
+        """The same error with the slide's name, which need not be in the file's."""
+        said = f"{error} (slide {self.slides['slide'][index]!r})"
+        if isinstance(error, BagError):
+            return BagError(error.kind, error.path, said.removeprefix(f"{error.path}: "))
+        return UserError(said)
+
+
+class BagLoader:
+    """Goes through a dataset in the orders it is given, while ``workers`` processes prepare the bags that come next.
+
+    With a cache the workers only see to it that the next entries exist and are in memory, and the bag is mapped here: nothing is
+    copied between processes. Workers live from epoch to epoch; `close` ends them.
+    """
+
+    def __init__(self, dataset: SlideDataset, *, workers: int = 1) -> None:
+        self.dataset = dataset
+        self.notes: tuple[str, ...] = ()
+        if workers and dataset.cache is None and _SHARED.is_dir() and shutil.disk_usage(_SHARED).free < _ROOM:
+            workers = 0
+            self.notes = (
+                f"workers: {_SHARED} is too small to pass bags between processes, so slides are read one after the other. "
+                "Set `cache`, or enlarge it (docker: --shm-size 8g).",
+            )
+        self._order = _Order()
+        # A generator of its own: drawing the workers' seed from the global stream would tie results to their number.
+        options: dict[str, Any] = {"persistent_workers": True, "worker_init_fn": _ignore_interrupt} if workers else {}
+        self._loader = DataLoader(
+            _Work(dataset, hand_over=bool(workers) and dataset.cache is not None),
+            batch_size=None,
+            sampler=self._order,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def epoch(self, order: Sequence[int], variation: Variation | None = None) -> Iterator[SlideBag]:
+        """The bags of these rows, in this order; with a ``variation`` as that epoch of a training sees them."""
+        self._order.indices = [(int(index), variation) for index in order]
+        for found in self._loader:
+            if isinstance(found, UserError):
+                raise found
+            yield self._ready(found) if isinstance(found, int) else found
+
+    def _ready(self, index: int) -> SlideBag:
+        """The bag whose entry a worker has just checked."""
+        if self.dataset.cache is not None:
+            self.dataset.cache.sound.add(self.dataset.cache.entry(self.dataset.files[index], self.dataset.settings))
+        return self.dataset[index]
+
+    def close(self) -> None:
+        """End the workers."""
+        del self._loader  # its own clean-up joins them
+
+
+class _Work(Dataset[Any]):
+    """What a worker does: a bag, or the number of one that lies ready in the cache, or what is wrong with it."""
+
+    def __init__(self, dataset: SlideDataset, *, hand_over: bool) -> None:
+        self.dataset = dataset
+        self.hand_over = hand_over
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, asked: tuple[int, Variation | None]) -> Any:
+        index, variation = asked
+        cache = self.dataset.cache
+        try:
+            bag = self.dataset[index] if variation is None else self.dataset.varied(index, variation)
+            kept = (
+                self.hand_over and cache is not None and cache.touch(self.dataset.files[index], self.dataset.settings)
+            )
+            return index if kept else bag
+        except UserError as error:  # torch would bury the message in a traceback
+            return error
+
+
+class _Order(Sampler[tuple[int, Variation | None]]):
+    def __init__(self) -> None:
+        self.indices: list[tuple[int, Variation | None]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Variation | None]]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Ctrl-C is the main process's to handle; it ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,172 @@
+"""A feature file, or an image, made ready for a model: rows chosen and ordered, features rounded, neighbours listed.
+
+Shapes: N patches of the file, L patches kept, C channels.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.data.bag import Bag, BagHeader, Unit
+from gated_srp.data.files.formats import read_bag, read_header
+from gated_srp.data.files.images import ImageGrid, image_header, read_image
+from gated_srp.errors import UserError
+from gated_srp.srp.graph import PatchGraph
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Every setting that changes what a model sees of a file.
+
+    ``dtype`` None: features stay as they are stored. ``images``: files are images, cut like this; None: files of features.
+    """
+
+    encoder: str | None = None
+    features_key: str | None = None
+    coords_key: str | None = None
+    stride: float | None = None
+    window: int = 3
+    lattice: Literal["floor", "exact"] = "floor"
+    order: Literal["file", "raster"] = "file"
+    cap: int | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    images: ImageGrid | None = None
+
+    @classmethod
+    def of(cls, config: CohortConfig) -> Self:
+        """The settings of a cohort."""
+        same = ("window", "lattice", "order", "cap")
+        images = None if config.images is None else ImageGrid(config.images.size, config.images.patch)
+        return cls(
+            **config.reading, **{key: getattr(config, key) for key in same}, dtype=config.cache.dtype, images=images
+        )
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Keyword arguments of `read_bag`."""
+        return {key: getattr(self, key) for key in ("encoder", "features_key", "coords_key", "stride")}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedBag:
+    """What a model needs of a slide; row i of ``features`` is the patch at ``coords[i]``."""
+
+    path: Path
+    features: Tensor  # (L, C)
+    graph: PatchGraph  # of the L rows, with the homogeneity of these features
+    coords: Tensor  # (L, 2)
+    num_patches: int  # N, before the cap
+    stride: float
+    stride_source: str
+    unit: Unit
+    encoder: str | None
+    warnings: tuple[str, ...] = ()
+
+
+def open_header(path: str | Path, settings: Preparation) -> BagHeader:
+    """What a file of features, or an image, says of itself."""
+    if settings.images is not None:
+        return image_header(path, settings.images)
+    return read_header(path, **settings.reading)
+
+
+def open_bag(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> Bag:
+    """The same with its features; ``draws`` vary an image at random, and mean nothing to stored features."""
+    if settings.images is not None:
+        return read_image(path, settings.images, draws)
+    return read_bag(path, **settings.reading)
+
+
+def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> PreparedBag:
+    """Read, choose and order rows, round the features, list the neighbours; ``draws`` as in `open_bag`."""
+    bag = open_bag(path, settings, draws)
+    rows = kept_rows(bag.coords, settings)
+    features = _rounded(bag, rows, settings)  # (L, C)
+    bag = replace(bag, features=features)  # those of the file may be twice as large: let them go
+    try:
+        graph, notes = _graph(bag, rows, settings)
+    except UserError as error:
+        raise UserError(f"{bag.path}: {error}") from None
+    coords = bag.coords if rows is None else bag.coords[rows]  # (L, 2)
+    return PreparedBag(
+        path=bag.path,
+        features=features,
+        graph=graph.with_features(features),
+        coords=coords,
+        num_patches=len(bag.coords),
+        stride=bag.stride,
+        stride_source=bag.stride_source,
+        unit=bag.unit,
+        encoder=bag.encoder,
+        warnings=(*bag.warnings, *notes),
+    )
+
+
+def capped_rows(coords: Tensor, cap: int | None) -> Tensor | None:
+    """Rows that a cap keeps, (L,): sorted by x, then y, at even spacing; None where all are kept, in the file's order."""
+    if cap is None or len(coords) <= cap:
+        return None
+    x, y = coords.numpy().T
+    order = np.lexsort((y, x))
+    return torch.from_numpy(order[np.linspace(0, len(order) - 1, cap).astype(np.int64)])
+
+
+def kept_rows(coords: Tensor, settings: Preparation) -> Tensor | None:
+    """Rows to keep in the order they are wanted, (L,); None: all, as they stand in the file."""
+    rows = capped_rows(coords, settings.cap)
+    if settings.order == "file":
+        return rows
+    rows = torch.arange(len(coords)) if rows is None else rows.sort().values  # equal positions stay in file order
+    x, y = coords[rows].numpy().T
+    return rows[torch.from_numpy(np.lexsort((x, y)))]
+
+
+def _rounded(bag: Bag, rows: Tensor | None, settings: Preparation) -> Tensor:
+    """The kept features in the wanted type, finite."""
+    bad = bag.nonfinite_rows()
+    if len(bad):
+        raise UserError(
+            f"{bag.path}: {len(bad)} of {len(bag.features)} rows of features are not finite (NaN or infinity), the first is row "
+            f"{int(bad[0])}. Extract the slide again, or leave it out of the table; `gated-srp check --deep` lists all such slides."
+        )
+    features = bag.features if rows is None else bag.features[rows]
+    if settings.dtype is None or features.dtype == DTYPES[settings.dtype]:
+        return features
+    rounded = features.to(DTYPES[settings.dtype])
+    if settings.dtype == "float16" and not all(torch.isfinite(part).all() for part in rounded.split(2048)):
+        raise UserError(
+            f"{bag.path}: features beyond 65504 do not fit float16. Set `cache: {{dtype: bfloat16}}` or float32."
+        )
+    return rounded
+
+
+def _graph(bag: Bag, rows: Tensor | None, settings: Preparation) -> tuple[PatchGraph, tuple[str, ...]]:
+    """The graph of the kept rows, built anew on them; with a cap, how many neighbours it cost.
+
+    Kept rows are put in front of the others and the lists of the whole slide cut to them. That is the graph of the kept rows
+    alone (a cell then belongs to its first kept patch), while a wrong stride is still judged on the whole slide: a cap may
+    thin a lattice until nobody has a neighbour.
+    """
+    build = partial(PatchGraph.from_coords, stride=bag.stride, window=settings.window, lattice=settings.lattice)
+    if rows is None or len(rows) == len(bag.coords):
+        return build(bag.coords if rows is None else bag.coords[rows]), ()
+    dropped = torch.ones(len(bag.coords), dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
+    whole = build(bag.coords[torch.cat([rows, dropped])])
+    neighbours = whole.neighbours[: int(whole.offsets[len(rows)])]
+    inside = neighbours < len(rows)  # (E,)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), inside.cumsum(0)])
+    offsets = before[whole.offsets[: len(rows) + 1]]
+    graph = PatchGraph(
+        neighbours[inside], offsets, torch.zeros(len(rows)), window=settings.window, lengths=(len(rows),)
+    )
+    means = [float(g.neighbour_count.double().mean()) for g in (whole, graph)]
+    note = f"cap: {len(rows)} of {len(bag.coords)} patches kept; neighbours a patch {means[0]:.2f} before, {means[1]:.2f} after"
+    return graph, (note,)

@@ -1,0 +1,184 @@
+"""Splits that other tools wrote, as they are.
+
+- CLAM ``splits_0.csv`` (columns train, val, test of ids) and ``splits_0_bool.csv`` (ids x True/False)
+- SurvPath and kin: the same with patients, train and val only
+- Patho-Bench: columns ``fold_0`` ... in the label table
+- STAMP ``splits.json``
+- PANTHER: a folder of train.csv, val.csv, test.csv
+- one row an id: ``slide_id,split`` or ``case_id,split``, also what we write ourselves
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from gated_srp.data.splits.rules import PARTS, Split, assign_parts, case_groups, validation_of
+from gated_srp.data.tables.columns import USUAL
+from gated_srp.data.tables.matching import slide_stem
+from gated_srp.data.tables.read import listed, plain, read_frame, usual_columns
+from gated_srp.data.tables.table import Table
+from gated_srp.errors import UserError
+
+_WORDS = {
+    **{"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"},
+    **{"tune": "val", "test": "test", "testing": "test"},
+}
+_TRUE = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """Pairs of id and part as the file has them, before the table says whether ids are slides or patients."""
+
+    pairs: list[tuple[str, str]]
+    val_is_test: bool = False
+
+
+def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 42) -> Split:
+    """Read any of the forms above, in the table's own ids.
+
+    Without a validation part one is drawn from the training patients by ``seed``.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such split. Give a .csv, .tsv, .xlsx or .json file, or a folder of train/val/test.csv."
+        )
+    raw = _read_folder(path, fold) if path.is_dir() else _read_file(path, fold)
+    notes = []
+    pairs = raw.pairs
+    if raw.val_is_test:
+        pairs = [(unit, "test" if part == "val" else part) for unit, part in pairs]
+        notes.append("the file has train and val only, as SurvPath writes it: its val is read as test")
+    split = _in_table_ids(pairs, table, path, notes)
+    if "val" not in split.parts.values():
+        split = _with_validation(split, table, seed)
+    assign_parts(split, table)  # raises when a patient crosses
+    return split
+
+
+def _read_folder(path: Path, fold: int) -> _Raw:
+    found = {_WORDS[file.stem.lower()]: file for file in sorted(path.glob("*.csv")) if file.stem.lower() in _WORDS}
+    if found:
+        pairs = []
+        for part, file in found.items():
+            frame, _ = read_frame(file)
+            column = (
+                usual_columns(frame, USUAL["slide"]) or usual_columns(frame, USUAL["case"]) or [frame.columns[0]]
+            )[0]
+            pairs += [(unit, part) for unit in _slides_of(frame[column].dropna())]
+        return _Raw(pairs)
+    inner = [*sorted(path.glob(f"splits_{fold}.csv")), *sorted(path.glob(f"*k={fold}"))]
+    if not inner:
+        raise UserError(
+            f"{path}: no train.csv, splits_{fold}.csv or folder ending in k={fold} in it. Name the split's own file."
+        )
+    return _read_folder(inner[0], fold) if inner[0].is_dir() else _read_file(inner[0], fold)
+
+
+def _read_file(path: Path, fold: int) -> _Raw:
+    if path.suffix.lower() == ".json":
+        return _read_stamp(path, fold)
+    frame, _ = read_frame(path)
+    parts = {column: _WORDS[plain(column)] for column in map(str, frame) if plain(column) in _WORDS}
+    if "train" in parts.values():
+        return _read_clam(frame, parts, path)
+    plain_forms = usual_columns(frame, ("split", "set", "part")) if fold == 0 else []
+    column = next(iter([*usual_columns(frame, (f"fold_{fold}",)), *plain_forms]), None)
+    if column is None:
+        raise UserError(f"{path}: no column train, fold_{fold} or split, so it names no parts. {listed(frame)}")
+    units = (usual_columns(frame, USUAL["slide"]) or usual_columns(frame, USUAL["case"]) or [frame.columns[0]])[0]
+    rows = frame[[units, column]].dropna()
+    unknown = sorted(set(rows[column].str.lower()) - set(_WORDS))
+    if unknown:
+        raise UserError(
+            f"{path}: column {column!r} holds {', '.join(map(repr, unknown[:5]))}. Expected train, val or test."
+        )
+    return _Raw(
+        [
+            (unit, _WORDS[part.lower()])
+            for cell, part in zip(rows[units], rows[column], strict=True)
+            for unit in _slides_of([cell])
+        ]
+    )
+
+
+def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Raw:
+    """Ids listed below each part, or a first column of ids and True/False below each part."""
+    cells = {str(cell).lower() for column in parts for cell in frame[column].dropna()}
+    if not cells <= set(_TRUE):
+        pairs = [(unit, part) for column, part in parts.items() for unit in frame[column].dropna()]
+    else:
+        units = frame[frame.columns[0]]
+        if frame.columns[0] in parts:
+            raise UserError(
+                f"{path}: True/False below {', '.join(parts)} but no column of ids before them. {listed(frame)}"
+            )
+        pairs = [
+            (unit, part)
+            for column, part in parts.items()
+            for unit, inside in zip(units, frame[column], strict=True)
+            if isinstance(inside, str) and _TRUE[inside.lower()]
+        ]
+    return _Raw(pairs, val_is_test="test" not in parts.values())
+
+
+def _read_stamp(path: Path, fold: int) -> _Raw:
+    try:
+        folds = json.loads(path.read_text(encoding="utf-8"))["splits"]
+        chosen = {part: [str(unit) for unit in folds[fold][f"{part}_patients"]] for part in ("train", "test")}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{path}: not a splits.json of STAMP with a fold {fold} ({type(error).__name__}: {error}). "
+            'Expected {"splits": [{"train_patients": [...], "test_patients": [...]}, ...]}.'
+        ) from None
+    return _Raw([(unit, part) for part, units in chosen.items() for unit in units])
+
+
+def _slides_of(cells: Iterable[str]) -> list[str]:
+    """Some tables list a patient's slides in one cell."""
+    return [unit.strip() for cell in cells for unit in cell.split(";") if unit.strip()]
+
+
+def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes: list[str]) -> Split:
+    """Slides or patients, whichever the table knows more of; a unit in two parts is an error."""
+    slides = {slide_stem(slide).casefold(): slide for slide in table.frame["slide"]}
+    cases = {case.casefold(): case for case in table.frame["case"]}
+    as_slides = [slides.get(slide_stem(unit).casefold()) for unit, _ in pairs]
+    as_cases = [cases.get(unit.casefold()) for unit, _ in pairs]
+    by_case = sum(unit is not None for unit in as_cases) > sum(unit is not None for unit in as_slides)
+    known = as_cases if by_case else as_slides
+    unit_name = "case_id" if by_case else "slide_id"
+    parts: dict[str, str] = {}
+    torn = []
+    for unit, (_, part) in zip(known, pairs, strict=True):
+        if unit is not None and parts.setdefault(unit, part) != part:
+            torn.append(unit)
+    if torn:
+        who = ", ".join(sorted(set(torn))[:10])
+        raise UserError(f"{path}: {len(set(torn))} ids are in more than one part ({who}). Correct the file.")
+    if not parts:
+        sample = pairs[0][0] if pairs else "nothing"
+        raise UserError(f"{path}: none of its ids (e.g. {sample!r}) is a slide or a patient of the table.")
+    strangers = sum(unit is None for unit in known)
+    if strangers:
+        notes.append(f"{strangers} of its {len(pairs)} ids are not in the table and are left out")
+    absent = len(cases if by_case else slides) - len(parts)
+    if absent:
+        notes.append(f"{absent} {'patients' if by_case else 'slides'} of the table are in no part and are left out")
+    order = [part for part in PARTS if part in parts.values()]
+    return Split(unit_name, parts, f"imported from {path.name} ({', '.join(order)})", tuple(notes))
+
+
+def _with_validation(split: Split, table: Table, seed: int) -> Split:
+    """Patients of a tenth of each training group validate."""
+    rows = assign_parts(split, table)
+    train = set(table.frame.loc[rows == "train", "case"])
+    drawn = validation_of({case: group for case, group in case_groups(table).items() if case in train}, seed)
+    case_of = dict(zip(table.frame["slide"], table.frame["case"], strict=True)) if split.by_slide else {}
+    parts = {unit: drawn[case_of.get(unit, unit)] if part == "train" else part for unit, part in split.parts.items()}
+    note = f"no validation part: a tenth of the training patients was drawn, seed {seed}"
+    return Split(split.unit, parts, split.source, (*split.notes, note))

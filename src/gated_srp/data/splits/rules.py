@@ -1,0 +1,228 @@
+"""Who trains, who validates, who tests: a `Split`, the rules that draw one, and the check that no patient crosses.
+
+The rules are those of the published splits, to the last draw of the random stream: seeds 42 to 46 give the paper's own.
+"""
+
+import csv
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gated_srp.data.splits.balance import balanced_parts, nearest_part
+from gated_srp.data.tables.columns import USUAL
+from gated_srp.data.tables.read import plain
+from gated_srp.data.tables.table import Table
+from gated_srp.errors import UserError
+from gated_srp.files import whole
+
+PARTS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Each unit's part. ``unit`` is the name of the units' column: a slide's (slide_id, image_id) or a patient's."""
+
+    unit: str
+    parts: Mapping[str, str]
+    source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """Over the sorted rows: two arms are paired when they share it."""
+        rows = "".join(f"{unit},{part}\n" for unit, part in sorted(self.parts.items()))
+        return hashlib.sha256(rows.encode()).hexdigest()
+
+    @property
+    def by_slide(self) -> bool:
+        """Whether the units are slides rather than patients."""
+        return plain(self.unit) in (*USUAL["slide"], "patch_id")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Units in train, val and test."""
+        tally = Counter(self.parts.values())
+        return {part: tally[part] for part in PARTS}
+
+
+def write_split(split: Split, path: str | Path) -> None:
+    """Header ``<unit>,split``, sorted by unit; written whole or not at all."""
+    with whole(Path(path)) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([split.unit, "split"])
+        writer.writerows(sorted(split.parts.items()))
+
+
+def assign_parts(split: Split, table: Table) -> "pd.Series[Any]":
+    """The part of each row of the table (missing: in none). A patient in two parts is an error."""
+    parts = table.frame["slide" if split.by_slide else "case"].map(dict(split.parts))
+    if parts.isna().all():
+        raise UserError(
+            f"{split.source}: none of its {split.unit}s is in the table, e.g. {next(iter(split.parts), 'none')!r}."
+        )
+    spread = parts.groupby(table.frame["case"]).nunique()
+    crossing = spread.index[spread > 1]
+    if len(crossing):
+        raise UserError(
+            f"{split.source}: {len(crossing)} patients are in more than one part ({', '.join(crossing[:10])}), "
+            "so the test would know them. Split by patient, or correct the patient column."
+        )
+    return parts
+
+
+# The published rules -------------------------------------------------------------------------------------------------
+
+
+def hold_out(groups: Mapping[str, Hashable], seed: int) -> dict[str, str]:
+    """Of each group a fifth to test and a tenth of the rest to validation, units taken in the order of ``groups``."""
+    parts: dict[str, str] = {}
+    for units in shuffled_strata(groups, np.random.default_rng(seed)):
+        n = len(units)
+        test = min(max(1, round(0.2 * n)), n - 2) if n > 2 else 0
+        val = test + _tenth(n - test)
+        parts |= dict.fromkeys(units[:test], "test") | dict.fromkeys(units[test:val], "val")
+        parts |= dict.fromkeys(units[val:], "train")
+    return parts
+
+
+def survival_hold_out(strata: Mapping[str, str], seed: int) -> dict[str, str]:
+    """Each stratum dealt round-robin into five parts, the first tests; the rest into eight, the first validates."""
+    test = _dealt_first(strata, 5, seed)
+    rest = {case: stratum for case, stratum in strata.items() if case not in test}
+    val = _dealt_first(rest, 8, seed * 1000 + 17)
+    return {case: "test" if case in test else "val" if case in val else "train" for case in strata}
+
+
+def survival_strata(cases: pd.DataFrame) -> dict[str, str]:
+    """Event and quarter of the time, by patient; the event alone where that leaves fewer than five in a stratum."""
+    times = cases["time"].to_numpy(float)
+    edges = np.unique(np.quantile(times, [0.25, 0.5, 0.75]))
+    quarter = np.searchsorted(edges, times, side="right")
+    fine = {case: f"event{e}_time{q}" for case, e, q in zip(cases.index, cases["event"], quarter, strict=True)}
+    if min(Counter(fine.values()).values()) >= 5:
+        return fine
+    return {case: f"event{e}" for case, e in zip(cases.index, cases["event"], strict=True)}
+
+
+def shuffled_strata(groups: Mapping[str, Hashable], rng: np.random.Generator) -> list[list[str]]:
+    """Units of each group in random order, groups sorted by their text: one stream serves all, so order matters."""
+    strata = defaultdict(list)
+    for unit, group in groups.items():
+        strata[str(group)].append(unit)
+    for group in sorted(strata):
+        rng.shuffle(strata[group])
+    return [strata[group] for group in sorted(strata)]
+
+
+def _dealt_first(strata: Mapping[str, str], hands: int, seed: int) -> set[str]:
+    dealt = shuffled_strata(strata, np.random.default_rng(seed))
+    return set(chain.from_iterable(units[::hands] for units in dealt))
+
+
+def _tenth(rest: int) -> int:
+    return min(max(1, round(0.1 * rest)), rest - 1) if rest > 1 else 0
+
+
+# A user's own cohort -------------------------------------------------------------------------------------------------
+
+
+def case_groups(table: Table) -> dict[str, str]:
+    """What a patient is stratified by: the class of most slides (ties to the higher), or event and time.
+
+    With several labels: the patient's rarest one, so that rare labels are spread first.
+    """
+    if table.task == "survival":
+        return survival_strata(table.cases)
+    if table.task == "classification":
+        tally = table.frame.groupby(["case", "label"]).size().reset_index(name="n").sort_values(["case", "n", "label"])
+        return {str(case): str(label) for case, label in tally.groupby("case")["label"].last().items()}
+    positives = table.frame.groupby("case")[list(table.classes)].max()
+    rarest = sorted(table.classes, key=lambda name: (positives[name].sum(), name))
+    return {str(case): next((name for name in rarest if row[name]), "none") for case, row in positives.iterrows()}
+
+
+def own_split(table: Table, seed: int) -> Split:
+    """The published rule on the user's patients."""
+    rule = survival_hold_out if table.task == "survival" else hold_out
+    return _by_case(rule(case_groups(table), seed), f"hold-out by patient, seed {seed}")
+
+
+def k_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
+    """Every patient tests once; of the others a tenth of each group validates."""
+    groups = case_groups(table)
+    _check_folds(folds, len(groups), "patients")
+    order = list(chain.from_iterable(shuffled_strata(groups, np.random.default_rng(seed))))
+    splits = []
+    for fold in range(folds):
+        test = set(order[fold::folds])
+        rest = {case: group for case, group in groups.items() if case not in test}
+        parts = dict.fromkeys(test, "test") | validation_of(rest, seed)
+        splits.append(_by_case(parts, f"fold {fold} of {folds} by patient, seed {seed}"))
+    return tuple(splits)
+
+
+def site_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
+    """Folds in which no site is in two parts, classes balanced greedily: knowing the scanner then gains nothing.
+
+    The seed only matters where a single site is left to train: its validation patients are drawn from it.
+    """
+    site_of = _sites(table)
+    groups = case_groups(table)
+    names = sorted(set(groups.values()))
+    vectors = {site: np.zeros(len(names)) for site in sorted(set(site_of.values()))}
+    for case, site in site_of.items():
+        vectors[site][names.index(groups[case])] += 1
+    _check_folds(folds, len(vectors), "sites")
+    splits = []
+    for fold, test in enumerate(balanced_parts(vectors, folds)):
+        rest = {site: vector for site, vector in vectors.items() if site not in test}
+        if len(rest) > 1:
+            val = nearest_part(balanced_parts(rest, min(10, len(rest))), rest)
+            parts = {case: "val" if site in val else "train" for case, site in site_of.items()}
+        else:
+            parts = validation_of({case: groups[case] for case, site in site_of.items() if site in rest}, seed)
+        parts |= {case: "test" for case, site in site_of.items() if site in test}
+        splits.append(_by_case(parts, f"fold {fold} of {folds} by site, seed {seed}"))
+    return tuple(splits)
+
+
+def validation_of(groups: Mapping[str, Hashable], seed: int) -> dict[str, str]:
+    """A tenth of each group validates, the rest trains; its own stream, so that it does not depend on the test draw."""
+    parts: dict[str, str] = {}
+    for units in shuffled_strata(groups, np.random.default_rng(seed * 1000 + 17)):
+        val = _tenth(len(units))
+        parts |= dict.fromkeys(units[:val], "val") | dict.fromkeys(units[val:], "train")
+    return parts
+
+
+def _by_case(parts: Mapping[str, str], source: str) -> Split:
+    absent = [part for part in PARTS if part not in parts.values()]
+    notes = [f"warning: no patient in {', '.join(absent)}: the cohort is too small for this split"] if absent else []
+    return Split("case_id", parts, source, tuple(notes))
+
+
+def _sites(table: Table) -> dict[str, str]:
+    """Each patient's one site."""
+    if "site" not in table.frame or table.frame["site"].isna().any():
+        raise UserError(
+            "Folds by site need the site of every slide. Name its column with `site` in the config, fill its gaps."
+        )
+    spread = table.frame.groupby("case")["site"].nunique()
+    if (spread > 1).any():
+        who = ", ".join(map(str, spread.index[spread > 1][:10]))
+        raise UserError(
+            f"{int((spread > 1).sum())} patients have slides of several sites ({who}). Give each patient one site."
+        )
+    return dict(table.cases["site"])
+
+
+def _check_folds(folds: int, available: int, what: str) -> None:
+    if not 2 <= folds <= available:
+        raise UserError(f"{folds} folds of {available} {what}: `folds` must be at least 2 and at most {available}.")

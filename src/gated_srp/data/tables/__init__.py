@@ -1,0 +1,1 @@
+"""One spreadsheet -> one tidy table of slides."""

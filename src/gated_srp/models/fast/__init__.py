@@ -1,0 +1,1 @@
+"""Fast forms of what the model classes compute plainly."""

@@ -1,0 +1,168 @@
+"""Figures of predictions: Kaplan-Meier curves of risk groups, ROC and precision-recall curves, reliability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from gated_srp.reports.figures import COLOURS, STYLES, panels, save, tidy
+from gated_srp.reports.tables import arm_name, short
+from gated_srp.study.cells import Cell
+from gated_srp.study.collect import predictions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_GRID = np.linspace(0, 1, 101)
+_BINS = 10
+_ENOUGH = 5  # slides in a bin of the reliability diagram from which on it is drawn
+Floats = NDArray[np.float64]
+
+
+def draw_curves(folder: Path, cells: Sequence[Cell], *, mark: str = "") -> list[Path]:
+    """Per cohort what its task has: survival curves, or ROC, precision-recall and reliability."""
+    written: list[Path] = []
+    for cohort in dict.fromkeys(cell.cohort for cell in cells):
+        own = [cell for cell in cells if cell.cohort == cohort]
+        rows = {row: [cell for cell in own if cell.row == row] for row in dict.fromkeys(cell.row for cell in own)}
+        if own[0].config.task == "survival":
+            written += draw_kaplan_meier(rows, folder / f"kaplan_meier_{cohort}", cohort=cohort, mark=mark)
+        else:
+            written += draw_roc(rows, folder / f"roc_{cohort}", cohort=cohort, mark=mark)
+            if own[0].config.task == "classification":
+                written += draw_reliability(rows, folder / f"reliability_{cohort}", cohort=cohort, mark=mark)
+    return written
+
+
+# Survival ------------------------------------------------------------------------------------------------------------
+
+
+def draw_kaplan_meier(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """Test cases above and below the training cases' median risk; thin lines are seeds, p is the median of their log-rank tests."""
+    figure, axes = panels(len(rows))
+    for axis, (row, cells) in zip(axes, rows.items(), strict=True):
+        p_values = [p for cell in cells if (p := _draw_groups(axis, cell)) is not None]
+        said = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
+        said += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
+        tidy(axis, x="time", y="survival probability", title=f"{arm_name(row)}\n{said}")
+        axis.set_ylim(0, 1.02)
+    for colour, style, label in ((COLOURS[4], "--", "high predicted risk"), (COLOURS[0], "-", "low predicted risk")):
+        axes[0].plot([], [], color=colour, linestyle=style, label=label)
+    axes[0].legend(frameon=False, fontsize=8)
+    title = f"{short(cohort)}: Kaplan-Meier of test cases by predicted risk, a thin line a seed"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return save(figure, stem, mark)
+
+
+def _draw_groups(axis: Axes, cell: Cell) -> float | None:
+    """Both curves of one run; the log-rank p, or None where a group is empty."""
+    from lifelines import KaplanMeierFitter
+    from lifelines.statistics import logrank_test
+
+    from gated_srp.models.store import load_card
+
+    table = predictions(cell)
+    time, event = table["time"].to_numpy(np.float64), table["event"].to_numpy(bool)
+    high = table["risk"].to_numpy(np.float64) > load_card(cell.key / "model.safetensors")["median_risk"]
+    for group, colour, style in ((high, COLOURS[4], "--"), (~high, COLOURS[0], "-")):
+        if group.any():
+            curve = KaplanMeierFitter().fit(time[group], event[group]).survival_function_
+            axis.step(
+                curve.index, curve.iloc[:, 0], where="post", color=colour, linestyle=style, linewidth=1, alpha=0.6
+            )
+    if high.all() or not high.any():
+        return None
+    return float(logrank_test(time[high], time[~high], event[high], event[~high]).p_value)
+
+
+# Classification ------------------------------------------------------------------------------------------------------
+
+
+def draw_roc(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """One-vs-rest curves, mean over classes and seeds, band of one standard deviation over seeds."""
+    figure, (left, right) = panels(2, width=4.2, height=3.8)
+    for place, (row, cells) in enumerate(rows.items()):
+        tables = [predictions(cell) for cell in cells]
+        for axis, curve in ((left, roc), (right, precision_recall)):
+            found = np.array([macro_curve(table, curve) for table in tables])  # (seeds, grid)
+            _draw_band(axis, found, place, arm_name(row))
+    left.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle=":")
+    tidy(left, x="false positive rate", y="true positive rate", title="ROC")
+    tidy(right, x="recall", y="precision", title="precision-recall")
+    for axis in (left, right):
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    count = len(next(iter(rows.values())))
+    title = f"{short(cohort)}: test slides, mean over classes and {count} seed{'s' if count > 1 else ''} (± 1 std)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return save(figure, stem, mark)
+
+
+def _draw_band(axis: Axes, curves: Floats, place: int, label: str) -> None:
+    mean = curves.mean(0)
+    colour, style = COLOURS[place % len(COLOURS)], STYLES[place % len(STYLES)]
+    axis.plot(_GRID, mean, color=colour, linestyle=style, label=label, linewidth=1.6)
+    if len(curves) > 1:
+        spread = curves.std(0, ddof=1)
+        axis.fill_between(_GRID, mean - spread, np.minimum(mean + spread, 1), color=colour, alpha=0.12, linewidth=0)
+
+
+def macro_curve(table: pd.DataFrame, curve: Callable[[Floats, NDArray[np.bool_]], Floats]) -> Floats:
+    """Mean over the classes that have both a positive and a negative, on a common grid."""
+    found = []
+    for column in [name for name in table if str(name).startswith("prob_")]:
+        name = str(column).removeprefix("prob_")
+        positive = (table["label"] == name if "label" in table else table[name].astype(float) > 0).to_numpy(bool)
+        if positive.any() and not positive.all():
+            found.append(curve(table[column].to_numpy(np.float64), positive))
+    return np.asarray(np.mean(found, axis=0)) if found else np.full_like(_GRID, np.nan)
+
+
+def roc(score: Floats, positive: NDArray[np.bool_]) -> Floats:
+    """True positive rate on the grid of false positive rates; tied scores make a slope, not a step."""
+    hits, misses = _counts(score, positive)
+    return np.asarray(np.interp(_GRID, misses / misses[-1], hits / hits[-1]))
+
+
+def precision_recall(score: Floats, positive: NDArray[np.bool_]) -> Floats:
+    """Precision at the first threshold that reaches each recall of the grid; at recall 0 that of the first positive."""
+    hits, misses = _counts(score, positive)
+    hits, misses = hits[1:], misses[1:]
+    recall = hits / hits[-1]
+    reached = np.searchsorted(recall, np.maximum(_GRID, recall[recall > 0][0]), side="left")
+    return np.asarray((hits / (hits + misses))[np.minimum(reached, len(hits) - 1)])
+
+
+def _counts(score: Floats, positive: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Positives and negatives at or above each distinct score, from the highest; a zero in front."""
+    order = np.argsort(-score, kind="stable")
+    last = np.flatnonzero(np.append(np.diff(score[order]) != 0, True))
+    hits = np.cumsum(positive[order])[last]
+    return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
+
+
+def draw_reliability(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """Accuracy of the predicted class by its confidence, test slides of all seeds together; below, how many slides that is."""
+    figure, axes = panels(len(rows))
+    for place, (axis, (row, cells)) in enumerate(zip(axes, rows.items(), strict=True)):
+        table = pd.concat([predictions(cell) for cell in cells], ignore_index=True)
+        probability = table[[name for name in table if str(name).startswith("prob_")]].to_numpy(np.float64)
+        confidence, right = probability.max(1), (table["predicted"] == table["label"]).to_numpy(bool)
+        number = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+        kept = [b for b in range(_BINS) if (number == b).sum() >= _ENOUGH]
+        axis.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle=":")
+        means = [(confidence[number == b].mean(), right[number == b].mean()) for b in kept]
+        axis.plot(*zip(*means, strict=True) if means else ([], []), marker="o", color=COLOURS[place % len(COLOURS)])
+        axis.bar(
+            (np.arange(_BINS) + 0.5) / _BINS, np.bincount(number, minlength=_BINS) / len(number), 0.09, color="#DDDDDD"
+        )
+        tidy(axis, x="confidence", y="accuracy (bars: share of slides)", title=arm_name(row))
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    title = f"{short(cohort)}: reliability on test slides (bins of at least {_ENOUGH})"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return save(figure, stem, mark)

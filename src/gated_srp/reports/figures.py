@@ -1,0 +1,241 @@
+"""Figures of studies, drawn from run folders alone: what the gates did, and how arms differ seed by seed.
+
+Colours are Okabe and Ito's, told apart by readers of every colour vision; markers, line styles or words say the same once more.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from gated_srp.files import whole
+from gated_srp.reports.tables import arm_name, metric_name, short, tone_colour
+from gated_srp.study.cells import Cell
+from gated_srp.study.results import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+STYLES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_REGIMES = {
+    "share_anti": ("adds (β ≤ −0.5)", "#D55E00", "xx"),
+    "share_identity": ("leaves (around 0)", "#DDDDDD", ""),
+    "share_projection": ("removes (0.5 to 1.5)", "#0072B2", ""),
+    "share_reflection": ("reflects (β > 1.5)", "#56B4E9", "//"),
+}
+
+
+def save(figure: Figure, stem: Path, mark: str = "") -> list[Path]:
+    """``stem``.svg and ``stem``.png, each written whole; the same numbers give the same file. ``mark`` stands at its foot."""
+    from matplotlib import rc_context
+
+    if mark:
+        figure.supxlabel(mark, fontsize=7, color="#B3261E", x=0.01, ha="left")
+    paths = [stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")]
+    for path in paths:
+        ending = path.suffix[1:]
+        with whole(path) as draft, rc_context({"svg.hashsalt": "gated-srp", "svg.fonttype": "none"}):
+            figure.savefig(draft, format=ending, dpi=150, metadata={"Date": None} if ending == "svg" else None)
+    return paths
+
+
+def panels(count: int, *, width: float = 3.4, height: float = 3.0, most: int = 4) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes in rows of at most ``most``."""
+    from matplotlib.figure import Figure
+
+    columns = min(count, most)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(max(5.0, width * columns), height * rows + 0.4), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in axes[count:]:
+        spare.set_visible(False)
+    return figure, axes[:count]
+
+
+def tidy(axes: Axes, *, x: str, y: str, title: str = "") -> None:
+    """Labels, and nothing that carries no number."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+# A whole comparison --------------------------------------------------------------------------------------------------
+
+
+def draw_comparison(
+    folder: Path, cells: Sequence[Cell], results: pd.DataFrame, comparison: Comparison, *, mark: str = ""
+) -> list[Path]:
+    """Every figure that these runs have the files for."""
+    from gated_srp.reports.curves import draw_curves
+
+    done = [cell for cell in cells if cell.run.finished]
+    written = draw_pairs(results, comparison, folder / "paired", mark=mark)
+    for row in dict.fromkeys(cell.row for cell in done):
+        runs: dict[str, list[Path]] = {}
+        for cell in done:
+            if cell.row == row:
+                runs.setdefault(cell.cohort, []).append(cell.key)
+        if any(read_gates(paths) is not None for paths in runs.values()):
+            suffix = "" if row == "gated_srp" else "_" + re.sub(r"[^\w-]+", "_", row).strip("_")
+            written += draw_trajectories(runs, folder / f"trajectories{suffix}", title=arm_name(row), mark=mark)
+            written += draw_regimes(runs, folder / f"regimes{suffix}", title=arm_name(row), mark=mark)
+    return written + draw_curves(folder, done, mark=mark)
+
+
+# Gates ---------------------------------------------------------------------------------------------------------------
+
+
+def read_gates(runs: Iterable[Path]) -> pd.DataFrame | None:
+    """gates.csv of several seeds with a column ``run``; None where no run has gates."""
+    tables = []
+    for number, run in enumerate(runs):
+        path = run / "gates.csv"
+        if path.is_file():
+            table = pd.read_csv(path)
+            if len(table):
+                tables.append(table.assign(run=number))
+    return pd.concat(tables, ignore_index=True) if tables else None
+
+
+def draw_trajectories(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, mark: str = "") -> list[Path]:
+    """Mean beta of each gated layer by epoch: mean over seeds, band of one standard deviation; a panel a cohort."""
+    from matplotlib.ticker import MaxNLocator
+
+    found = {cohort: gates for cohort, paths in runs.items() if (gates := read_gates(paths)) is not None}
+    if not found:
+        return []
+    figure, axes = panels(len(found))
+    for axis, (cohort, gates) in zip(axes, found.items(), strict=True):
+        for place, (layer, part) in enumerate(gates.groupby("layer")):
+            by_epoch = part.groupby("epoch")["mean"].agg(["mean", "std"]).fillna(0.0)
+            colour = COLOURS[place % len(COLOURS)]
+            line = {"color": colour, "linestyle": STYLES[place % len(STYLES)], "label": f"layer {int(str(layer)) + 1}"}
+            axis.plot(by_epoch.index, by_epoch["mean"], **line)  # type: ignore[arg-type]
+            low, high = by_epoch["mean"] - by_epoch["std"], by_epoch["mean"] + by_epoch["std"]
+            axis.fill_between(by_epoch.index, low, high, color=colour, alpha=0.18, linewidth=0)
+        for level in (0.0, 1.0):
+            axis.axhline(level, color="#888888", linewidth=0.8, linestyle=":")
+        seeds = gates["run"].nunique()
+        tidy(axis, x="epoch", y="effective β", title=f"{short(cohort)} ({seeds} seed{'s' if seeds > 1 else ''})")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda found: len(found[1]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(f"{title}: gate trajectories, mean ± 1 std over seeds", x=0.01, ha="left", fontsize=11)
+    return save(figure, stem, mark)
+
+
+def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, mark: str = "") -> list[Path]:
+    """Share of heads and patches in each regime in the last epoch, mean over seeds; a bar a layer."""
+    found = {cohort: gates for cohort, paths in runs.items() if (gates := read_gates(paths)) is not None}
+    if not found:
+        return []
+    figure, axes = panels(len(found))
+    for axis, (cohort, gates) in zip(axes, found.items(), strict=True):
+        last = gates[gates["epoch"] == gates.groupby("run")["epoch"].transform("max")]
+        shares = last.groupby("layer")[list(_REGIMES)].mean()
+        names = [f"layer {int(str(layer)) + 1}" for layer in shares.index]
+        bottom = np.zeros(len(shares))
+        for column, (label, colour, hatch) in _REGIMES.items():
+            share = shares[column].to_numpy()
+            axis.bar(
+                names, share, bottom=bottom, color=colour, hatch=hatch, edgecolor="#555555", linewidth=0.5, label=label
+            )
+            bottom += share
+        about = last.groupby("layer")[["mean", "mean_over_delta", "share_negative"]].mean()
+        for place, (mean, relative, negative) in enumerate(about.to_numpy()):
+            text = f"β {mean:+.2f}\nβ/δ {relative:+.2f}\n{negative:.0%} below 0".replace("-", "−")
+            axis.text(place, 1.02, text, ha="center", fontsize=7)
+        axis.set(ylim=(0, 1.25), yticks=np.linspace(0, 1, 6))
+        tidy(axis, x="", y="share of heads and patches", title=short(cohort))
+        axis.grid(visible=False, axis="x")
+        axis.set_axisbelow(True)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.suptitle(f"{title}: what the gates do", x=0.01, ha="left", fontsize=11)
+    return save(figure, stem, mark)
+
+
+def draw_signed_gate(stem: Path, *, delta: float = 2.0) -> list[Path]:
+    """Geometry of the signed gate: z = y - β <y, r̂> r̂ for several β (left), and β of the gate's logit (right)."""
+    figure, (left, right) = panels(2, width=4.4, height=3.8)
+    along, across = 0.8, 0.6
+    left.annotate("", (1.15, 0), (-1.0, 0), arrowprops={"arrowstyle": "->", "color": "#888888"})
+    left.text(1.15, -0.09, "r̂ (neighbours' mean)", ha="right", fontsize=9, color="#555555")
+    words = {-1.0: "β = −1, amplified", 0.0: "β = 0, y itself", 1.0: "β = 1, projected", 2.0: "β = 2, reflected"}
+    for place, (beta, label) in enumerate(words.items()):
+        tip = (along - beta * along, across)
+        left.annotate("", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": COLOURS[place], "linewidth": 1.8})
+        left.text(tip[0], across + 0.05 + 0.07 * (place % 2), label, ha="center", fontsize=8.5, color=COLOURS[place])
+    left.plot([-0.8, 1.6], [across, across], color="#888888", linestyle=":", linewidth=1)
+    left.set(xlim=(-1.7, 2.5), ylim=(-0.2, 0.95))
+    tidy(left, x="along the neighbours' axis", y="across it (never changed)", title="z = y − β ⟨y, r̂⟩ r̂")
+    logit = np.linspace(-4, 4, 200)
+    signed, sigmoid = delta * np.tanh(logit), delta / (1 + np.exp(-logit))
+    right.plot(logit, signed, color=COLOURS[0], linestyle=STYLES[0], label=f"signed: δ tanh(g), δ = {delta:g}")
+    right.plot(logit, sigmoid, color=COLOURS[1], linestyle=STYLES[1], label="sigmoid ablation: δ σ(g)")
+    for level, word in ((-1, "amplifies"), (0, "identity"), (1, "projection"), (2, "reflection")):
+        right.axhline(level, color="#888888", linewidth=0.8, linestyle=":")
+        right.text(4.0, level + 0.05, word, ha="right", fontsize=8, color="#555555")
+    right.plot(0, 0, marker="o", color=COLOURS[0])
+    right.annotate("start", (0, 0), (0.4, -0.5), fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.92))
+    tidy(right, x="gate logit g", y="β", title="from logit to coefficient")
+    return save(figure, stem)
+
+
+# Differences ---------------------------------------------------------------------------------------------------------
+
+
+def draw_pairs(results: pd.DataFrame, comparison: Comparison, stem: Path, *, mark: str = "") -> list[Path]:
+    """Per cohort and metric: each seed's value by arm, joined (left), and the differences with their intervals (right)."""
+    keys = list(dict.fromkeys((str(cell.cohort), cell.metric) for cell in comparison.cohorts))
+    if not keys:
+        return []
+    figure, axes = panels(2 * len(keys), width=4.0, most=2)
+    arms = [comparison.reference, *dict.fromkeys(cell.arm for cell in comparison.cohorts)]
+    for place, (cohort, metric) in enumerate(keys):
+        part = results[(results["cohort"] == cohort) & (results["metric"] == metric)]
+        name = f"{short(cohort)}, {metric_name(metric)}"
+        _draw_dots(axes[2 * place], part.pivot(index="seed", columns="arm", values="value").reindex(columns=arms), name)
+        _draw_forest(axes[2 * place + 1], comparison, cohort, metric)
+    return save(figure, stem, mark)
+
+
+def _draw_dots(axis: Axes, wide: pd.DataFrame, name: str) -> None:
+    positions = np.arange(wide.shape[1])
+    for place, (seed, values) in enumerate(wide.iterrows()):
+        axis.plot(positions, values, color="#AAAAAA", linewidth=0.8, zorder=1)
+        marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
+        axis.scatter(positions, values, marker=marker, color=colour, s=22, zorder=2, label=f"seed {seed}")
+    axis.hlines(wide.mean(), positions - 0.25, positions + 0.25, color="#000000", linewidth=1.6, zorder=3)
+    axis.set_xticks(positions, [arm_name(str(arm)) for arm in wide.columns], rotation=20, ha="right", fontsize=8)
+    axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    tidy(axis, x="", y=name.rpartition(", ")[2], title=f"{name}: every seed (bar: mean)")
+
+
+def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -> None:
+    cells = [cell for cell in comparison.cohorts if (cell.cohort, cell.metric) == (cohort, metric)]
+    axis.axvline(0, color="#000000", linewidth=0.8)
+    for place, cell in enumerate(reversed(cells)):
+        test, drawn = cell.test, cell.bootstrap
+        colour = tone_colour(test.mean, metric) if test.excludes_zero else "#777777"
+        if not math.isnan(test.low):
+            axis.plot([test.low, test.high], [place, place], color=colour, linewidth=2)
+        if drawn is not None and not math.isnan(drawn.low):
+            axis.plot([drawn.low, drawn.high], [place - 0.22] * 2, color=COLOURS[1], linewidth=1.2, linestyle="--")
+        # A filled marker says the same as the colour does.
+        axis.plot(test.mean, place, marker="o", color=colour, markerfacecolor=colour if test.excludes_zero else "white")
+    axis.set_yticks(range(len(cells)), [arm_name(cell.arm) for cell in reversed(cells)], fontsize=8)
+    axis.set_ylim(-0.6, len(cells) - 0.4)
+    title = f"difference to {arm_name(comparison.reference)}\n(95 % over seeds; dashed: over patients)"
+    tidy(axis, x=f"difference in {metric_name(metric)}", y="", title=title)

@@ -1,0 +1,206 @@
+"""What lies below a folder and belongs on its page: comparisons, runs, checks, figures, maps."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from pydantic import ValidationError
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.errors import UserError
+from gated_srp.study.cells import Cell
+from gated_srp.study.predictions import read_predictions
+
+_ABOUT = 20_000  # characters of about.txt that are shown
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, read from its folder wherever that was moved."""
+
+    path: Path
+    metrics: dict[str, Any]
+
+    @property
+    def cohort(self) -> str:
+        return str(self.metrics.get("cohort", self.path.parent.parent.name))
+
+    @property
+    def arm(self) -> str:
+        return str(self.metrics.get("arm", self.path.parent.name))
+
+    @property
+    def unit(self) -> str:
+        return self.path.name.removeprefix("seed")
+
+    @cached_property
+    def config_text(self) -> str:
+        return read_text(self.path / "config.yaml")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        try:
+            found = yaml.safe_load(self.config_text)
+        except yaml.YAMLError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return read_json(self.path / "environment.json")
+
+    @cached_property
+    def model_hash(self) -> str:
+        try:
+            with (self.path / "model.safetensors").open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            return ""
+
+    def predictions(self) -> pd.DataFrame | None:
+        """Of the test set at the level that scores."""
+        try:
+            return read_predictions(self.path / f"predictions_test_{self.metrics.get('score', 'slide')}.csv")
+        except UserError:
+            return None
+
+    def cell(self) -> Cell | None:
+        """As figures take it; None where the folder was renamed so that they would not find it."""
+        try:
+            config = CohortConfig.model_validate(self.settings | {"out": self.path.absolute().parents[2]})
+        except (ValidationError, IndexError):
+            return None
+        seed, fold = self.metrics.get("seed"), self.metrics.get("fold", 0)
+        if not isinstance(seed, int) or not isinstance(fold, int):
+            return None
+        cell = Cell(self.arm, self.arm, seed, fold, config)
+        return cell if cell.key == self.path.absolute() else None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A folder with comparison.json, or with reproduction.csv."""
+
+    path: Path
+    comparison: dict[str, Any]
+    results: tuple[dict[str, str], ...]
+    reproduction: tuple[dict[str, str], ...]
+
+    @property
+    def cohorts(self) -> set[str]:
+        """Those with a result of ours."""
+        run = [row for row in self.reproduction if row.get("mean")]
+        return {str(row.get("cohort")) for row in (*self.results, *run)}
+
+    @property
+    def run_folders(self) -> list[str]:
+        """Of the comparison's cells, relative to its own folder."""
+        found = self.comparison.get("runs")
+        return [str(folder) for folder in found.values()] if isinstance(found, dict) else []
+
+    @property
+    def drawings(self) -> list[Path]:
+        return sorted({*self.path.glob("figures/*.svg"), *self.path.glob("*.svg")})
+
+
+@dataclass(frozen=True)
+class Material:
+    """Everything of one page. ``drawings``: those of no study; ``maps``: PNGs with no SVG of the same name."""
+
+    home: Path
+    about: str
+    studies: tuple[Study, ...]
+    runs: tuple[Run, ...]
+    checks: tuple[dict[str, Any], ...]
+    drawings: tuple[Path, ...]
+    maps: tuple[Path, ...]
+
+
+def gather(home: Path) -> Material:
+    """Look through a folder; refuse one that holds nothing to report."""
+    if not home.is_dir():
+        raise UserError(f"{home}: no such folder. Expected the folder of a run, of a comparison, or one above them.")
+    files = sorted(Path(here, name) for here, folders, names in os.walk(home) for name in names if _enter(folders))
+    studies = tuple(_study(folder) for folder in sorted({f.parent for f in files if f.name in _STUDY}))
+    runs = _runs(files) or _runs(_beside(home, studies))
+    checks = tuple(found for f in files if f.suffix == ".json" and "check" in f.name and (found := _check(f)))
+    drawn = {drawing for study in studies for drawing in study.drawings}
+    drawings = tuple(f for f in files if f.suffix == ".svg" and f not in drawn)
+    maps = tuple(f for f in files if f.suffix == ".png" and not f.with_suffix(".svg").is_file())
+    if not studies and not runs:
+        raise UserError(
+            f"{home}: nothing to report: no finished run (metrics.json) and no comparison (comparison.json) in it. "
+            "Point at what `gated-srp train`, `compare` or `reproduce` wrote."
+        )
+    return Material(home, read_text(home / "about.txt")[:_ABOUT], studies, runs, checks, drawings, maps)
+
+
+_STUDY = {"comparison.json", "reproduction.csv"}
+
+
+def _enter(folders: list[str]) -> bool:
+    """Hidden folders are not looked into."""
+    folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return True
+
+
+def _beside(home: Path, studies: tuple[Study, ...]) -> list[Path]:
+    """Runs of a comparison that are not below it: those that it lists, else the ones of its cohorts in the folders around it."""
+    listed = [study.path / folder / "metrics.json" for study in studies for folder in study.run_folders]
+    if found := list(dict.fromkeys(path.resolve() for path in listed if path.is_file())):
+        return found
+    cohorts = {name for study in studies for name in study.cohorts}
+    roots = list(home.absolute().parents[:2]) if studies else []
+    found = [path for root in roots for path in sorted(root.glob("*/*/seed*/metrics.json"))]
+    return [path for path in found if path.parents[2].name in cohorts]
+
+
+def _runs(files: list[Path]) -> tuple[Run, ...]:
+    paths = [path for path in files if path.name == "metrics.json"]
+    found = [Run(path.parent, metrics) for path in paths if "test" in (metrics := read_json(path))]
+    return tuple(sorted(found, key=lambda run: (run.cohort, run.arm, run.unit)))
+
+
+def _study(folder: Path) -> Study:
+    rows = tuple(read_rows(folder / "results.csv"))
+    return Study(folder, read_json(folder / "comparison.json"), rows, tuple(read_rows(folder / "reproduction.csv")))
+
+
+def _check(path: Path) -> dict[str, Any] | None:
+    found = read_json(path)
+    return found if {"name", "must_fix", "summary", "findings"} <= set(found) else None
+
+
+def read_text(path: Path) -> str:
+    """Its text, nothing where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Its content if that is a mapping; nothing where there is no such file; a torn file is refused by name."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Write it again with the command that made it.") from None
+    return found if isinstance(found, dict) else {}
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        return [{str(key): str(value) for key, value in row.items()} for row in csv.DictReader(file)]

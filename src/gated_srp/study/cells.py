@@ -1,0 +1,194 @@
+"""A study as cells: which runs it needs, where they live, and whether those of one seed share their split.
+
+A cell is a run folder. Its place follows from what it computes (OUT/COHORT/ARM/seed42, or OUT/variants/SETTINGS/COHORT/ARM/seed42
+where settings differ from the cohort's), so studies that need the same run share it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.data.cohort import CohortData
+from gated_srp.errors import UserError
+from gated_srp.training.folder import RunFolder, settings_of
+
+QUICK_EPOCHS = 5  # a quick study trains a fifth of the epochs
+QUICK_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: an arm and what sets it apart. ``changes``: settings, ``{"window": 5, "model.delta": 1.0}``.
+
+    ``by_unit``: further changes for single seeds (or folds), by `Cell.unit`.
+    """
+
+    name: str
+    arm: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    by_unit: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arm: str) -> Row:
+        """The arm as it is."""
+        return cls(arm, arm)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study; ``row`` is the name under which tables show its arm."""
+
+    row: str
+    arm: str
+    seed: int
+    fold: int
+    config: CohortConfig
+
+    @property
+    def cohort(self) -> str:
+        return self.config.name
+
+    @property
+    def unit(self) -> str:
+        """What pairs it with other arms: the seed, or the seed and the fold."""
+        return unit_name(self.config, self.seed, self.fold)
+
+    @cached_property
+    def run(self) -> RunFolder:
+        return RunFolder.of(self.config, arm=self.arm, seed=self.seed, fold=self.fold)
+
+    @property
+    def key(self) -> Path:
+        """Cells of one key are one run."""
+        return self.run.path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.config, arm=self.arm, seed=self.seed)
+
+    def spec(self) -> dict[str, Any]:
+        """Plain values from which another process does the run; `from_spec` reads them."""
+        return {
+            "row": self.row,
+            "arm": self.arm,
+            "seed": self.seed,
+            "fold": self.fold,
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> Cell:
+        return cls(**{**spec, "config": CohortConfig.model_validate(spec["config"])})
+
+    def __str__(self) -> str:
+        return f"{self.cohort} {self.row} seed {self.unit}"
+
+
+def unit_name(config: CohortConfig, seed: int, fold: int) -> str:
+    """``42``, or ``42_fold0`` where the cohort has folds."""
+    return f"{seed}_fold{fold}" if config.folds else str(seed)
+
+
+def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Cell, ...]:
+    """All cells of a cohort, seed by seed: a study that is stopped early has whole pairs."""
+    for row in rows:
+        known_arm(row.arm)
+    if not rows or not seeds:
+        raise UserError(f"{config.name}: nothing to run; name at least one arm and one seed.")
+    cells = []
+    for seed in seeds:
+        for fold in range(config.folds.number if config.folds else 1):
+            for row in rows:
+                changes = {**row.changes, **row.by_unit.get(unit_name(config, seed, fold), {})}
+                cells.append(Cell(row.name, row.arm, seed, fold, changed(config, changes, row.arm)))
+    return tuple(cells)
+
+
+def known_arm(name: str) -> None:
+    """Refuse a name that no arm has."""
+    from gated_srp.models import ARMS
+
+    if name not in ARMS:
+        near = difflib.get_close_matches(name, ARMS, n=1)
+        raise UserError(
+            f"arm {name!r} is not known.{f' Did you mean {near[0]!r}?' if near else ''} Arms: {', '.join(ARMS)}."
+        )
+
+
+def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> CohortConfig:
+    """The cohort with other settings; its runs live in a folder that is named after those that truly differ for this arm."""
+    plain, base = config.model_dump(), config.resolved(arm)
+    different = []
+    for key, value in sorted(changes.items()):
+        section, _, name = key.rpartition(".")
+        if (base[section] if section else base)[name] != value:
+            (plain[section] if section else plain)[name] = value
+            different.append(f"{key}={value}")
+    if not different:
+        return config
+    return CohortConfig.model_validate(plain | {"out": config.out / "variants" / ",".join(different)})
+
+
+def quick_version(config: CohortConfig, seeds: Sequence[int]) -> tuple[CohortConfig, tuple[int, ...], str]:
+    """A small version that is fair: fewer epochs and seeds for all arms alike, in a folder of its own; and what to call it."""
+    epochs = max(2, round(config.train.epochs / QUICK_EPOCHS))
+    epochs = min(epochs, config.train.epochs)
+    kept = tuple(seeds[:QUICK_SEEDS])
+    plain = config.model_dump()
+    plain["train"]["epochs"], plain["out"] = epochs, config.out / "quick"
+    mark = f"QUICK: {epochs} of {config.train.epochs} epochs, {len(kept)} of {len(seeds)} seeds, for all arms alike; no result to report"
+    return CohortConfig.model_validate(plain), kept, mark
+
+
+def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """One cell a run, the first."""
+    found: dict[Path, Cell] = {}
+    for cell in cells:
+        found.setdefault(cell.key, cell)
+    return tuple(found.values())
+
+
+def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> None:
+    """What already lies in the folders was made with these settings and with the splits that ``data`` (by cohort) gives now."""
+    expected: dict[tuple[str, str], str] = {}
+    for cell in distinct(cells):
+        cell.run.refuse_other_settings(cell.settings)
+        at = (cell.cohort, cell.unit)
+        if at not in expected and cell.cohort in data:
+            expected[at] = data[cell.cohort].split(cell.seed, cell.fold).hash
+        there = split_hash(cell)
+        if there is not None and there != expected.get(at, there):
+            raise UserError(
+                f"{cell.key}: was trained on another split than the table gives now ({there[:12]}, expected {expected[at][:12]}), "
+                "so it cannot be paired. Restore the table, choose another `out`, or remove the folder."
+            )
+
+
+def refuse_unpaired(cells: Iterable[Cell]) -> None:
+    """All finished cells of a cohort and seed have one split; else no difference of theirs means anything."""
+    seen: dict[tuple[str, str], tuple[str, Cell]] = {}
+    for cell in distinct(cells):
+        there = split_hash(cell)
+        if there is None:
+            continue
+        first, other = seen.setdefault((cell.cohort, cell.unit), (there, cell))
+        if first != there:
+            raise UserError(
+                f"{cell.key} and {other.key}: different splits ({there[:12]}, {first[:12]}), so they are no pair. "
+                "Remove the older folder and start the same command again."
+            )
+
+
+def split_hash(cell: Cell) -> str | None:
+    """That of a finished or begun run; None where there is neither."""
+    run = cell.run
+    if not (run.finished or run.begun):
+        return None
+    found = run.read_json("metrics.json" if run.finished else "environment.json").get("split_hash")
+    return None if found is None else str(found)

@@ -1,0 +1,107 @@
+"""What a run learns from: its slides and their parts, their bags, and the task that gives the labels meaning."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas as pd
+from torch import Tensor
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.data.cohort import CohortData, open_cohort
+from gated_srp.data.loader import SlideDataset
+from gated_srp.data.splits.rules import Split
+from gated_srp.data.tables.table import Table
+from gated_srp.errors import UserError
+from gated_srp.tasks import Classification, Multilabel, Survival, Task
+
+Level = Literal["slide", "case"]
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """Slides that have a file and a part, in the table's order; row i of ``slides`` is bag i of ``bags``."""
+
+    slides: pd.DataFrame  # slide, case, truth, file, part
+    split: Split
+    task: Task
+    bags: SlideDataset
+    score: Level  # what selects and is reported: slides, or cases
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """Over who is in which part with which label: a run may only go on with what it began with."""
+        rows = self.slides[["slide", "case", *self.task.truth, "part"]].to_csv(index=False)
+        return hashlib.sha256(rows.encode()).hexdigest()
+
+    def rows(self, part: str) -> list[int]:
+        """Bags of train, val or test."""
+        return [int(row) for row in self.slides.index[self.slides["part"] == part]]
+
+    def targets(self, rows: list[int]) -> Tensor:
+        """Encoded truth of these bags, (B, ...)."""
+        assert self.bags.targets is not None
+        return self.bags.targets[rows]
+
+    def predictions(self, rows: list[int], logits: Tensor) -> pd.DataFrame:
+        """One row a slide: slide, case, truth, predictions."""
+        chosen = self.slides.loc[rows].reset_index(drop=True)
+        columns = {**self.task.answers(chosen), **self.task.predict(logits)}
+        return chosen[["slide", "case"]].assign(**columns)
+
+    def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
+        """One row a case. Where the slides of a case differ in their truth, the table has none."""
+        if self.mixed_truth(slides):
+            slides = slides.drop(columns=list(self.task.truth))
+        return self.task.by_case(slides)
+
+    def mixed_truth(self, slides: pd.DataFrame) -> bool:
+        """Whether some case's slides differ in their truth."""
+        distinct = slides[["case", *self.task.truth]].drop_duplicates()
+        return bool(distinct["case"].duplicated().any())
+
+
+def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
+    """Read the table, find the files, draw the split; everything that can be wrong before the first bag is refused here."""
+    data = open_cohort(config)
+    split = data.split(seed, fold)
+    slides = data.with_parts(split)
+    _check_parts(slides, split, data)
+    task = make_task(data.table, slides[slides["part"] == "train"], config.metric)
+    bags = SlideDataset.of(config, slides, task.encode(slides))
+    material = Material(slides, split, task, bags, config.score, (*data.notes, *split.notes))
+    if config.score == "case" and material.mixed_truth(slides):
+        raise UserError(
+            f"score: case, but the slides of some patients differ in {' or '.join(task.truth)}, so a case has no single truth. "
+            "Set `score: slide`, or correct the table."
+        )
+    return material
+
+
+def make_task(table: Table, training: pd.DataFrame, metric: str) -> Task:
+    """The task of a table; what it must learn from data (time bins) comes from the ``training`` rows alone."""
+    task: Task
+    if table.task == "survival":
+        task = Survival.fit(training)
+    elif table.task == "multilabel":
+        task = Multilabel(table.classes)
+    else:
+        return Classification(table.classes, select=metric)
+    if metric != task.select:
+        raise UserError(f"metric: {metric!r} cannot select for {table.task}; expected {task.select!r}.")
+    return task
+
+
+def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:
+    counts = slides["part"].value_counts()
+    absent: Iterable[str] = [part for part in ("train", "val") if not counts.get(part, 0)]
+    if absent:
+        found = ", ".join(f"{part} {split.counts[part]}" for part in split.counts)
+        raise UserError(
+            f"{data.config.name}: no slide with a feature file is left in {' and '.join(absent)} (units of the split: {found}; "
+            f"slides without a file: {len(data.matches.missing)}). Add slides or files, or give your own `split`."
+        )
