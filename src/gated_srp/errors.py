@@ -61,6 +61,10 @@ def _rebuilt(kind: type[UserError], parts: dict[str, Any]) -> UserError:
     return error
 
 
+class Interrupted(Exception):
+    """Long work was asked to stop (Ctrl-C, a scheduler's SIGTERM) and has saved its state; the message says how to go on."""
+
+
 @dataclass(frozen=True)
 class Note:
     """Something to say that stops nothing: a file's oddity, a finding of `check`, a remark on a result.

@@ -29,16 +29,16 @@ def showing(board: Board, console: Console) -> Iterator[Callable[[], None]]:
     from rich.live import Live
 
     last = 0.0
-    with Live(_table(board), console=console, auto_refresh=False) as live:
+    with Live(cell_table(board), console=console, auto_refresh=False) as live:
 
         def tick() -> None:
             nonlocal last
             if time.monotonic() - last > _LOOK:
                 last = time.monotonic()
-                live.update(_table(board), refresh=True)
+                live.update(cell_table(board), refresh=True)
 
         yield tick
-        live.update(_table(board), refresh=True)
+        live.update(cell_table(board), refresh=True)
 
 
 def _say(console: Console | None, board: Board, cell: Cell, status: Status) -> None:
@@ -54,7 +54,7 @@ def _say(console: Console | None, board: Board, cell: Cell, status: Status) -> N
         console.print(f"{cell}: {text}", markup=False, soft_wrap=True)
 
 
-def _table(board: Board) -> Group:
+def cell_table(board: Board) -> Group:
     """Rows are arms of a cohort, columns seeds."""
     from rich.console import Group
     from rich.table import Table

@@ -1,38 +1,170 @@
-"""A progress bar in a terminal, plain lines elsewhere; both on the error stream, so that output can be piped."""
+"""How progress is shown: bars (for a study a table of its cells) in a terminal, plain lines elsewhere.
 
+    with show_progress() as progress:
+        result = gated_srp.predict(runs, folder, progress=progress)
+
+Bars, counts and their texts go to the error stream, so that output can be piped; an `Event` that only has a text is `say`'s.
+
+stage     in a terminal                             elsewhere
+cells     the table of cells, renewed each second   its text, a line per change of a cell
+bags      a bar with its text                       its text, a line every half minute
+patches   a bar named by its text                   nothing
+others    a bar; its text as a line above           its text as a line, else a count at each tenth
+"""
+
+from __future__ import annotations
+
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from gated_srp.cli.screen import progress_console
+from gated_srp.cli.screen import LOG, progress_console, say
+from gated_srp.progress import Event, Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_EVERY = 30.0  # seconds between plain lines of a text that changes all the time
+_RENEW = 1.0  # seconds between two tables of cells
+
+
+@contextmanager
+def show_progress(console: Console | None = None) -> Iterator[Progress]:
+    """A callback for the functions of the API; what it has drawn is gone at the end, what it has printed stays."""
+    console = console or progress_console()
+    shown = _Terminal(console) if console.is_terminal and not console.quiet else _Lines(console)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+class _Lines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        if event.total is None:
+            say(event.text)
+        elif event.stage == "bags":
+            now = time.monotonic()
+            if now - self._last > _EVERY:
+                self._last = now
+                self._line(f"{event.done}/{event.total} {event.stage}, {event.text}")
+        elif event.text and event.stage != "patches":
+            self._line(event.text)
+        elif event.stage not in ("patches", "cells") and _new_tenth(event.done, event.total):
+            self._line(f"{event.stage}: {event.done} of {event.total}")
+
+    def close(self) -> None:
+        pass
+
+    def _line(self, text: str) -> None:
+        LOG.info("%s", text)
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _new_tenth(done: int, total: int) -> bool:
+    """
+    >>> [done for done in range(26) if _new_tenth(done, 25)]
+    [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
+    """
+    return 0 < done <= total and done * 10 // total > (done - 1) * 10 // total
+
+
+class _Terminal:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Any = None  # rich's Progress
+        self._tasks: dict[str, Any] = {}
+        self._live: Any = None
+        self._board: Any = None
+        self._renewed = 0.0
+
+    def __call__(self, event: Event) -> None:
+        if event.total is None:
+            say(event.text)
+        elif event.stage == "cells":
+            self._cells(event)
+        else:
+            self._bar(event)
+
+    def close(self) -> None:
+        if self._live is not None:
+            from gated_srp.cli.matrix_view import cell_table
+
+            self._live.update(cell_table(self._board), refresh=True)
+            self._live.stop()
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _bar(self, event: Event) -> None:
+        if self._bars is None:
+            self._bars = _bars(self._console)
+        above = event.stage not in ("bags", "patches")
+        if above and event.text:
+            LOG.info("%s", event.text)
+            self._bars.console.print(event.text, markup=False, soft_wrap=True)
+        name = event.text if event.stage == "patches" else event.stage
+        if event.stage not in self._tasks:
+            self._tasks[event.stage] = self._bars.add_task(name, total=event.total, text="")
+        text = "" if above or event.stage == "patches" else event.text
+        self._bars.update(
+            self._tasks[event.stage], completed=event.done, total=event.total, description=name, text=text
+        )
+
+    def _cells(self, event: Event) -> None:
+        from gated_srp.cli.matrix_view import cell_table
+
+        if event.text:
+            LOG.info("%s", event.text)
+        self._board = event.data
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+            self._live.start()
+        if time.monotonic() - self._renewed > _RENEW:
+            self._renewed = time.monotonic()
+            self._live.update(cell_table(event.data), refresh=True)
+
+
+def _bars(console: Console) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Remaining(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            return Text() if task.fields["text"] else super().render(task)  # such a text says what is left
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Remaining(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    bars = Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+    bars.start()
+    return bars
 
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int], Callable[[object], None]]]:
-    """``with counting("files") as of: step = of(1000)``, then ``step(anything)`` once an item."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = progress_console()
-    if not console.is_terminal:
-        yield lambda total: _lines(console.print, what, total)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    """``with counting("files") as of: step = of(1000)``, then ``step(anything)`` once an item: for functions without `Progress`."""
+    with show_progress() as progress:
 
         def of(total: int) -> Callable[[object], None]:
-            task = bar.add_task(what, total=total)
-            return lambda item: bar.advance(task)
+            done = 0
+
+            def step(item: object) -> None:
+                nonlocal done
+                done += 1
+                progress(Event(what, done, total))
+
+            return step
 
         yield of
-
-
-def _lines(say: Callable[[str], None], what: str, total: int) -> Callable[[object], None]:
-    """A line at each tenth."""
-    done = 0
-
-    def step(item: object) -> None:
-        nonlocal done
-        done += 1
-        if done == total or done * 10 // total > (done - 1) * 10 // total:
-            say(f"{what}: {done} of {total}")
-
-    return step

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 from gated_srp.data.loader import SlideBag
-from gated_srp.errors import UserError
+from gated_srp.errors import Interrupted, UserError
 from gated_srp.training.checkpoint import save_checkpoint
 from gated_srp.training.folder import HISTORY, RunFolder
 from gated_srp.training.gates import COLUMNS
@@ -20,10 +20,6 @@ from gated_srp.training.inputs import Material
 from gated_srp.training.loggers import Logger, open_loggers
 from gated_srp.training.loop import Training
 from gated_srp.training.progress import Report, Speed, memory
-
-
-class Interrupted(Exception):
-    """The training was asked to stop, and its state is saved; the message says how to go on."""
 
 
 @dataclass

@@ -16,9 +16,9 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits.rules import write_split
-from gated_srp.errors import UserError
+from gated_srp.errors import Interrupted, UserError
 from gated_srp.models import ARMS, SlideModel, build_model
-from gated_srp.training.callbacks import Interrupted, Keeper, handlers, stop_on_signals
+from gated_srp.training.callbacks import Keeper, handlers, stop_on_signals
 from gated_srp.training.checkpoint import load_checkpoint, save_checkpoint
 from gated_srp.training.folder import RunFolder, settings_of
 from gated_srp.training.inputs import Material, gather
