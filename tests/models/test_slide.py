@@ -260,7 +260,7 @@ def test_wrong_features_and_graphs_are_refused():
 
 
 def test_an_unknown_arm_or_size_names_the_nearest():
-    with pytest.raises(UserError, match="did you mean 'gated_srp'"):
+    with pytest.raises(UserError, match="Did you mean 'gated_srp'"):
         build_model("gatedsrp", **SMALL)
     with pytest.raises(UserError, match="unknown size 'width'"):
         build_model("na", width=3, **SMALL)

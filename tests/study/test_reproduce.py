@@ -109,7 +109,7 @@ def test_dense_attention_has_its_own_gate_and_adp_its_image_model(tmp_path):
         5e-4,
         0.05,
     )
-    assert "batch 256, images of 272 pixels, patches of 16" in paper_settings(cells[0], lambda arm: False)
+    assert "batch 256, images of 272 pixels, patches of 16" in paper_settings(cells[0])
 
 
 def test_adps_images_are_looked_for_where_features_are(tmp_path):

@@ -232,7 +232,7 @@ def test_a_cohort_too_small_for_a_test_set_still_trains(tmp_path):
 
 
 def test_an_unknown_arm_is_refused_before_anything_is_written(cohort, tmp_path):
-    with pytest.raises(UserError, match="did you mean 'gated_srp'"):
+    with pytest.raises(UserError, match="Did you mean 'gated_srp'"):
         train_run(open_config(cohort, out=str(tmp_path / "x")), arm="gatedsrp", seed=42, quiet=True)
     assert not (tmp_path / "x").exists()
 

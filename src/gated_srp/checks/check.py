@@ -25,6 +25,7 @@ from gated_srp.data.splits.rules import PARTS, Split, assign_parts
 from gated_srp.data.tables.table import Table
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
+from gated_srp.models import ARMS
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _FULL = 0.9  # share of the memory that a run may take before it is warned of
@@ -251,7 +252,7 @@ def _about_cost(
     if not slides:
         return {}
     model = config.model
-    trunks = [Trunk(width, model.dim, model.depth, dense=arm.startswith("vit")) for arm in config.arms]
+    trunks = [Trunk(width, model.dim, model.depth, dense=arm in ARMS and ARMS[arm].dense) for arm in config.arms]
     seconds = [run_seconds(trunk, slides, epochs=config.train.epochs, rate=machine.rate) for trunk in trunks]
     repeats = max(1, len(splits))
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -90,17 +89,7 @@ def show_plans(plans: Sequence[Plan]) -> None:
 
 
 def _line(cell: Cell) -> str:
-    return f"  {cell.cohort:<11} {cell.row:<36} seed {cell.unit}  {paper_settings(cell, has_gate)}"
-
-
-@cache
-def has_gate(arm: str) -> bool:
-    """Whether an arm learns a gate, whose range and width then matter."""
-    from gated_srp.models import build_model
-    from gated_srp.srp import SignedGate
-
-    model = build_model(arm, in_dim=8, num_outputs=2, dim=12, num_heads=2, depth=2, num_landmarks=4)
-    return any(isinstance(module, SignedGate) for module in model.modules())
+    return f"  {cell.cohort:<11} {cell.row:<36} seed {cell.unit}  {paper_settings(cell)}"
 
 
 def _files(cell: Cell) -> tuple[str, str | None]:
@@ -142,6 +131,7 @@ def _write(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, 
 
 
 def _write_table(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...]) -> None:
+    from gated_srp.models import find_arm
     from gated_srp.reports.reproduction import write_reproduction
     from gated_srp.reports.study import write_comparison
     from gated_srp.study.judge import beside_published
@@ -154,7 +144,7 @@ def _write_table(folder: Path, study: Study, cells: Sequence[Cell], notes: tuple
     say("\n" + (folder / "table.md").read_text(encoding="utf-8"))
     rows = [row.name for row in study.rows if row.name in set(results["arm"])]
     if study.kind == "table" and len(rows) > 1:
-        bases = [row.name for row in study.rows if row.arm in ("na", "vit4") and row.name in rows]
+        bases = [row.name for row in study.rows if row.name in rows and find_arm(row.arm).base == row.arm]
         reference = (bases or rows[-1:])[0]
         comparison = compare_cells(cells, results, reference, repeats=0, notes=notes)
         _say(write_comparison(folder / "comparison", cells, results, comparison, title=study.title))

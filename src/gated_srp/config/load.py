@@ -30,10 +30,7 @@ _RECIPES: dict[Task, Recipe] = {
     "survival": Recipe(epochs=20, lr=1e-4, weight_decay=1e-5, accumulation=1),
     "multilabel": Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16),
 }
-# Of images, whatever the task: ADP's recipe, twelve blocks, and the arms that learn positions.
-_IMAGE_RECIPE = find_cohort("ADP").recipe
-_IMAGE_MODEL = {"depth": 12}
-_IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")
+_IMAGE_RECIPE = find_cohort("ADP").recipe  # whatever the task
 _METRICS: dict[Task, str] = {"classification": "macro_f1", "survival": "c_index", "multilabel": "macro_map"}
 _PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
 _SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
@@ -121,9 +118,13 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         if values.get(key, {}) is None:
             del values[key]
     if values.get("images") is not None:
-        values.setdefault("arms", _IMAGE_ARMS)
+        from gated_srp.models import ARMS  # not above: it imports torch
+
+        arms = {name: arm for name, arm in ARMS.items() if arm.images}
+        values.setdefault("arms", tuple(arms))
         section = values.get("model", {})
-        values["model"] = _IMAGE_MODEL | section if isinstance(section, dict) else section
+        defaults = dict(next(iter(arms.values())).defaults)
+        values["model"] = defaults | section if isinstance(section, dict) else section
 
 
 def _task_of(values: dict[str, Any]) -> Any:

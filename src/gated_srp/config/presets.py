@@ -5,8 +5,8 @@ split = COHORTS["CAMELYON17"].read_split("labels", 42)
 """
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -66,8 +66,8 @@ class Cohort:
     score: Literal["slide", "case"]
     cap: int | None
     patients: str
-    gates: dict[str, Gate]  # by encoder, on the Nystrom trunk
-    vit4: Gate | None = None  # with UNI-v2 on the dense trunk
+    gates: dict[str, Gate]  # by encoder, on the Nystrom trunk; peers take them too
+    trunks: Mapping[str, Gate] = field(default_factory=dict)  # with UNI-v2 on another trunk
     images: bool = False  # of images, not of slides
     seeds: tuple[int, ...] = SEEDS
     note: str = ""
@@ -89,17 +89,17 @@ class Cohort:
         return replace(split, source=f"{self.name}: {split.source}")
 
     def gate(self, encoder: str = "uni_v2", *, trunk: str = "nystrom") -> Gate:
-        """The paper's gate for this encoder and trunk; where it has none, UNI-v2's with a note.
+        """The paper's gate for this encoder and trunk (`Arm.trunk`); where it has none, UNI-v2's with a note.
 
         >>> COHORTS["BRACS"].gate("vit_b16")
         Gate(delta=2.0, hidden_dim=128, note='')
         """
         if self.images:  # one trunk, no encoder
             return self.gates["vit_s16"]
-        if trunk == "vit4" and self.vit4 is not None:
-            base, told = self.vit4, encoder == "uni_v2"
+        if trunk in self.trunks:
+            base, told = self.trunks[trunk], encoder == "uni_v2"
         else:
-            told = trunk == "nystrom" and encoder in self.gates
+            told = trunk in ("nystrom", "peer") and encoder in self.gates
             base = self.gates[encoder if told else "uni_v2"]
         note = f"the paper has no gate for {self.name} with {encoder} on the {trunk} trunk; UNI-v2's is used"
         return base if told else replace(base, note=note)
@@ -233,7 +233,7 @@ _ALL = (
         cap=None,
         patients="none published: a slide is its own patient",
         gates={"uni_v2": Gate(0.5, 16), "vit_b16": Gate(0.5, 16), "medsiglip_448": Gate(0.5, 16)},
-        vit4=Gate(2.0, 32),
+        trunks={"vit4": Gate(2.0, 32)},
         note="PANDA: the public table has 10,616 slides, the paper used 10,615 (one of grade 0 fewer)",
     ),
     Cohort(

@@ -158,7 +158,9 @@ class CohortConfig(_Section):
     @property
     def main_arm(self) -> str:
         """What is trained unless another arm is named: the first Gated SRP among the arms, else the first of them."""
-        return next((arm for arm in self.arms if arm.endswith("gated_srp")), self.arms[0])
+        from gated_srp.models import ARMS  # not above: it imports torch
+
+        return next((arm for arm in self.arms if arm in ARMS and ARMS[arm].method), self.arms[0])
 
     @property
     def at_once(self) -> int:
@@ -182,8 +184,9 @@ class CohortConfig(_Section):
 
     def gate(self, arm: str = "gated_srp") -> Gate:
         """Range and width of an arm's gate: the user's, else the paper's for cohort, encoder and trunk, else 1 and 64."""
-        trunk = "vit4" if arm.startswith("vit4") else "nystrom"
-        base = self.preset.gate(self.encoder or "uni_v2", trunk=trunk) if self.preset else _GATE
+        from gated_srp.models import find_arm
+
+        base = self.preset.gate(self.encoder or "uni_v2", trunk=find_arm(arm).trunk) if self.preset else _GATE
         delta, hidden = self.model.delta or base.delta, self.model.hidden_dim or base.hidden_dim
         own = self.model.delta and self.model.hidden_dim
         return Gate(delta, hidden, "" if own else base.note)

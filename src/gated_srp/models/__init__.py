@@ -1,16 +1,20 @@
 """The paper's slide models, built by name."""
 
-from gated_srp.models.arms import ARMS, Sizes, build_model
+from gated_srp.models.arms import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
 from gated_srp.models.published import load_published
 from gated_srp.models.slide import SlideModel, SlideTransformer
 from gated_srp.models.store import load_card, load_model, model_file, save_model
 
 __all__ = [
     "ARMS",
+    "METHOD",
+    "TUNED",
     "Sizes",
     "SlideModel",
     "SlideTransformer",
+    "arm_title",
     "build_model",
+    "find_arm",
     "load_card",
     "load_model",
     "load_published",

@@ -1,8 +1,11 @@
-"""One name an arm: a plain table of how each compared model is put together, and `build_model`."""
+"""The arms: a plain table of how each compared model is put together, what is known of each, and `build_model`.
+
+Nobody outside this package takes an arm's name apart: what the rest needs to know of an arm is a fact of `Arm`.
+"""
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -57,17 +60,42 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """Makes the signed gate of an arm; ``changes``: arguments of `SignedGate` that the ablation sets otherwise."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, sizes: Sizes) -> Coefficient:
+        return sizes.gate(**self.changes)
+
+
+@dataclass(frozen=True)
 class Arm:
-    """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too."""
+    """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too.
+
+    Facts for the rest of the house: ``title``: what tables print, if not the name; ``trunk``: what the paper's gate settings are
+    keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``: attention over all pairs of
+    patches; ``method``: Gated SRP itself, no ablation or control of it.
+    """
 
     attention: Callable[[Sizes, int], Attention]
     coefficient: Callable[[Sizes], Coefficient] | None = None
     direction: Callable[[Sizes], Direction] = lambda sizes: NeighbourMean()
     last: bool = False
     position: Callable[[int], PPEG] | None = PPEG
+    title: str = ""
+    trunk: str = "nystrom"
+    base: str = "na"
+    dense: bool = False
+    method: bool = False
 
     images: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
+
+    @property
+    def gated(self) -> bool:
+        """Whether it learns a signed gate, whose ``delta`` and ``hidden_dim`` then matter."""
+        return isinstance(self.coefficient, Gate)
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
         blocks = self._blocks(sizes)
@@ -116,10 +144,16 @@ class ImageArm(Arm):
 
 @dataclass(frozen=True)
 class PeerArm:
-    """A model of another publication; ``make`` takes what it wants of the sizes."""
+    """A model of another publication; ``make`` takes what it wants of the sizes. Facts as in `Arm`."""
 
     make: Callable[[int, int, Sizes], Peer]
+    title: str = ""
+    gated: bool = False
 
+    trunk: ClassVar[str] = "peer"
+    base: ClassVar[str] = "na"
+    dense: ClassVar[bool] = False
+    method: ClassVar[bool] = False
     images: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -151,19 +185,20 @@ def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
     return lambda sizes: FixedCoefficient(value)
 
 
-def _gate(**changes: Any) -> Callable[[Sizes], Coefficient]:
-    return lambda sizes: sizes.gate(**changes)
+def _gate(**changes: Any) -> Gate:
+    return Gate(changes)
 
 
 _gated = partial(Arm, _nystrom)
-_vit4 = partial(Arm, _dense, position=None)
+_vit4 = partial(Arm, position=None, trunk="vit4", base="vit4", dense=True)
+_vit_s16 = partial(ImageArm, trunk="vit_s16", base="vit_s16", dense=True)
 
 ARMS: dict[str, Arm | PeerArm] = {
     # the paper's comparison
-    "na": Arm(_nystrom),
-    "xsa": _gated(_fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
-    "diff": Arm(_differential),
-    "gated_srp": _gated(_gate()),
+    "na": Arm(_nystrom, title="NA"),
+    "xsa": _gated(_fixed(1.0), direction=lambda sizes: OwnValue(), last=True, title="XSA"),
+    "diff": Arm(_differential, title="Diff"),
+    "gated_srp": _gated(_gate(), title="Gated SRP", method=True),
     # fixed projection strength
     "fixed_beta_minus1": _gated(_fixed(-1.0)),
     "fixed_beta_1": _gated(_fixed(1.0)),
@@ -187,26 +222,56 @@ ARMS: dict[str, Arm | PeerArm] = {
     "axis_shuffled": _gated(_gate(), direction=lambda sizes: ShuffledNeighbours()),
     "adapter": AdaptedArm(_nystrom),
     # dense attention over variable lengths
-    "vit4": _vit4(),
-    "vit4_diff": Arm(_dense_differential, position=None),
-    "vit4_gated_srp": _vit4(_gate()),
+    "vit4": _vit4(_dense),
+    "vit4_diff": _vit4(_dense_differential),
+    "vit4_gated_srp": _vit4(_dense, _gate(), method=True),
     # images, dense attention over a fixed grid
-    "vit_s16": ImageArm(_dense),
-    "vit_s16_xsa": ImageArm(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
-    "vit_s16_diff": ImageArm(_dense_differential),
-    "vit_s16_gated_srp": ImageArm(_dense, _gate()),
+    "vit_s16": _vit_s16(_dense),
+    "vit_s16_xsa": _vit_s16(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
+    "vit_s16_diff": _vit_s16(_dense_differential),
+    "vit_s16_gated_srp": _vit_s16(_dense, _gate(), method=True),
     # peers, at the width of the others; TransMIL and CLAM as published
     "local_attention": Arm(_local),
     "mean_pool": PeerArm(lambda i, o, sizes: MeanPool(i, o, dim=sizes.dim)),
     "abmil": PeerArm(lambda i, o, sizes: ABMIL(i, o, dim=sizes.dim)),
     "srp_abmil": PeerArm(
-        lambda i, o, sizes: srp_abmil(i, o, dim=sizes.dim, delta=sizes.delta, hidden_dim=sizes.hidden_dim)
+        lambda i, o, sizes: srp_abmil(i, o, dim=sizes.dim, delta=sizes.delta, hidden_dim=sizes.hidden_dim),
+        gated=True,
     ),
     "dsmil": PeerArm(lambda i, o, sizes: DSMIL(i, o, dim=sizes.dim)),
     "clam_sb": PeerArm(lambda i, o, sizes: CLAM(i, o)),
     "transmil": PeerArm(lambda i, o, sizes: TransMIL(i, o)),
     "linear_probe": PeerArm(lambda i, o, sizes: LinearProbe(i, o)),
 }
+
+
+METHOD = "gated_srp"  # the paper's
+TUNED = "_tuned"  # ends the name of the row that `gated-srp tune` adds to a comparison
+
+
+def find_arm(name: str) -> Arm | PeerArm:
+    """The arm of this name; where there is none, the error says which name is near, and lists all.
+
+    >>> find_arm("vit4_gated_srp").base
+    'vit4'
+    """
+    if name in ARMS:
+        return ARMS[name]
+    near = difflib.get_close_matches(name, ARMS, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise UserError(f"arm {name!r} is not known", cure=f"{hint}Arms: {', '.join(ARMS)}.", kind="unknown_arm")
+
+
+def arm_title(name: str) -> str:
+    """How tables and figures print an arm, or a row of a table that is named after its arm.
+
+    >>> arm_title("gated_srp"), arm_title("gated_srp_tuned"), arm_title("vit4"), arm_title("my own row")
+    ('Gated SRP', 'Gated SRP, tuned', 'vit4', 'my own row')
+    """
+    tuned = name.removesuffix(TUNED)
+    if tuned != name and tuned in ARMS and ARMS[tuned].title:
+        return f"{ARMS[tuned].title}, tuned"
+    return (ARMS[name].title if name in ARMS else "") or name
 
 
 def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **sizes: Any) -> SlideModel:
@@ -216,18 +281,14 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     >>> sum(p.numel() for p in model.parameters()) - 3 * 351
     7723780
     """
-    if arm not in ARMS:
-        near = difflib.get_close_matches(arm, ARMS, n=1)
-        raise UserError(
-            f"arm {arm!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} Arms: {', '.join(ARMS)}."
-        )
-    known = {field.name for field in fields(Sizes)}
+    parts = find_arm(arm)
+    known = {size.name for size in fields(Sizes)}
     if unknown := sorted(set(sizes) - known):
         raise UserError(f"build_model: unknown size {unknown[0]!r}, expected some of {', '.join(sorted(known))}.")
-    full = Sizes(**{**ARMS[arm].defaults, **sizes})
+    full = Sizes(**{**parts.defaults, **sizes})
     # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
     with torch.random.fork_rng(devices=[]):
-        model = ARMS[arm].build(in_dim, num_outputs, full)
+        model = parts.build(in_dim, num_outputs, full)
     initialise(model, seed)
     model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
     return model

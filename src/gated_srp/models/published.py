@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.errors import UserError
-from gated_srp.models.arms import build_model
+from gated_srp.models.arms import build_model, find_arm
 from gated_srp.models.slide import SlideModel
 
 _VARIANTS = {"nystrom_na": "na", "baseline": "na", "xsa_all_ref": "xsa", "diff_transformer": "diff"}
@@ -42,7 +42,7 @@ def load_published(path: str | Path) -> SlideModel:
     args, weights = checkpoint["args"], checkpoint["model"]
     arm = _arm(args, weights, path)
     sizes = {"dim": "embed_dim", "depth": "depth", "num_heads": "num_heads", "num_landmarks": "num_landmarks"}
-    if arm.startswith("gated"):
+    if find_arm(arm).gated:
         sizes |= {"delta": "delta_scale", "hidden_dim": "gate_hidden_dim"}
     model = build_model(
         arm,

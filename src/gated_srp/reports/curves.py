@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from gated_srp.models import arm_title
 from gated_srp.reports.figures import COLOURS, STYLES, panels, save, tidy
-from gated_srp.reports.tables import arm_name, short
+from gated_srp.reports.tables import short
 from gated_srp.study.cells import Cell
 from gated_srp.study.collect import predictions
 
@@ -49,7 +50,7 @@ def draw_kaplan_meier(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, m
         p_values = [p for cell in cells if (p := _draw_groups(axis, cell)) is not None]
         said = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
         said += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
-        tidy(axis, x="time", y="survival probability", title=f"{arm_name(row)}\n{said}")
+        tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{said}")
         axis.set_ylim(0, 1.02)
     for colour, style, label in ((COLOURS[4], "--", "high predicted risk"), (COLOURS[0], "-", "low predicted risk")):
         axes[0].plot([], [], color=colour, linestyle=style, label=label)
@@ -90,7 +91,7 @@ def draw_roc(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str 
         tables = [predictions(cell) for cell in cells]
         for axis, curve in ((left, roc), (right, precision_recall)):
             found = np.array([macro_curve(table, curve) for table in tables])  # (seeds, grid)
-            _draw_band(axis, found, place, arm_name(row))
+            _draw_band(axis, found, place, arm_title(row))
     left.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle=":")
     tidy(left, x="false positive rate", y="true positive rate", title="ROC")
     tidy(right, x="recall", y="precision", title="precision-recall")
@@ -161,7 +162,7 @@ def draw_reliability(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, ma
         axis.bar(
             (np.arange(_BINS) + 0.5) / _BINS, np.bincount(number, minlength=_BINS) / len(number), 0.09, color="#DDDDDD"
         )
-        tidy(axis, x="confidence", y="accuracy (bars: share of slides)", title=arm_name(row))
+        tidy(axis, x="confidence", y="accuracy (bars: share of slides)", title=arm_title(row))
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     title = f"{short(cohort)}: reliability on test slides (bins of at least {_ENOUGH})"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)

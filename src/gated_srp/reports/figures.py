@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.files import whole
-from gated_srp.reports.tables import arm_name, metric_name, short, tone_colour
+from gated_srp.models import METHOD, arm_title
+from gated_srp.reports.tables import metric_name, short, tone_colour
 from gated_srp.study.cells import Cell
 from gated_srp.study.results import Comparison
 
@@ -87,9 +88,9 @@ def draw_comparison(
             if cell.row == row:
                 runs.setdefault(cell.cohort, []).append(cell.key)
         if any(read_gates(paths) is not None for paths in runs.values()):
-            suffix = "" if row == "gated_srp" else "_" + re.sub(r"[^\w-]+", "_", row).strip("_")
-            written += draw_trajectories(runs, folder / f"trajectories{suffix}", title=arm_name(row), mark=mark)
-            written += draw_regimes(runs, folder / f"regimes{suffix}", title=arm_name(row), mark=mark)
+            suffix = "" if row == METHOD else "_" + re.sub(r"[^\w-]+", "_", row).strip("_")
+            written += draw_trajectories(runs, folder / f"trajectories{suffix}", title=arm_title(row), mark=mark)
+            written += draw_regimes(runs, folder / f"regimes{suffix}", title=arm_title(row), mark=mark)
     return written + draw_curves(folder, done, mark=mark)
 
 
@@ -218,7 +219,7 @@ def _draw_dots(axis: Axes, wide: pd.DataFrame, name: str) -> None:
         marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
         axis.scatter(positions, values, marker=marker, color=colour, s=22, zorder=2, label=f"seed {seed}")
     axis.hlines(wide.mean(), positions - 0.25, positions + 0.25, color="#000000", linewidth=1.6, zorder=3)
-    axis.set_xticks(positions, [arm_name(str(arm)) for arm in wide.columns], rotation=20, ha="right", fontsize=8)
+    axis.set_xticks(positions, [arm_title(str(arm)) for arm in wide.columns], rotation=20, ha="right", fontsize=8)
     axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     tidy(axis, x="", y=name.rpartition(", ")[2], title=f"{name}: every seed (bar: mean)")
 
@@ -235,7 +236,7 @@ def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -
             axis.plot([drawn.low, drawn.high], [place - 0.22] * 2, color=COLOURS[1], linewidth=1.2, linestyle="--")
         # A filled marker says the same as the colour does.
         axis.plot(test.mean, place, marker="o", color=colour, markerfacecolor=colour if test.excludes_zero else "white")
-    axis.set_yticks(range(len(cells)), [arm_name(cell.arm) for cell in reversed(cells)], fontsize=8)
+    axis.set_yticks(range(len(cells)), [arm_title(cell.arm) for cell in reversed(cells)], fontsize=8)
     axis.set_ylim(-0.6, len(cells) - 0.4)
-    title = f"difference to {arm_name(comparison.reference)}\n(95 % over seeds; dashed: over patients)"
+    title = f"difference to {arm_title(comparison.reference)}\n(95 % over seeds; dashed: over patients)"
     tidy(axis, x=f"difference in {metric_name(metric)}", y="", title=title)

@@ -15,13 +15,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gated_srp import __version__
 from gated_srp.files import write_whole
+from gated_srp.models import arm_title
 from gated_srp.reports.page_differences import all_rows, differences, forests, tone, where
 from gated_srp.reports.page_inline import inline_svg, small_png, within
 from gated_srp.reports.page_maps import Gallery, gallery
 from gated_srp.reports.page_material import Material, Run, Study, gather
 from gated_srp.reports.page_reproduction import agreement, reproduction
 from gated_srp.reports.page_tables import check_facts, cohort_metrics, hashes, run_metrics, run_name, slides
-from gated_srp.reports.tables import arm_name, metric_name
+from gated_srp.reports.tables import metric_name
 
 LARGEST = 5_000_000  # bytes of a page
 _CAPTIONS = {
@@ -133,7 +134,9 @@ def _verdicts(studies: Sequence[Study], runs: Sequence[Run]) -> Iterator[dict[st
                 wanted if any((where(r), r.get("metric")) == (where(row), wanted) for r in rows) else first[where(row)]
             )
             if row.get("metric") == usual:
-                against = f"{arm_name(str(row.get('arm')))} against {arm_name(str(study.comparison.get('reference')))}"
+                against = (
+                    f"{arm_title(str(row.get('arm')))} against {arm_title(str(study.comparison.get('reference')))}"
+                )
                 what = f"{against}, {where(row)}, {metric_name(str(row.get('metric')))}"
                 yield {"what": what, "words": str(row.get("verdict")), "tone": tone(row)}
 

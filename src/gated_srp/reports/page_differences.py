@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gated_srp.models import arm_title
 from gated_srp.reports.page_material import Study
 from gated_srp.reports.page_tables import Table, cell, signed, spread
-from gated_srp.reports.tables import arm_name, metric_name
+from gated_srp.reports.tables import metric_name
 from gated_srp.study.results import LOWER_IS_BETTER
 
 
@@ -64,7 +65,7 @@ def differences(study: Study) -> Table:
             (
                 cell(where(row)),
                 cell(metric_name(str(row.get("metric")))),
-                cell(arm_name(str(row.get("arm")))),
+                cell(arm_title(str(row.get("arm")))),
                 cell(row.get("mean"), spread(row.get("mean"), row.get("std"))),
                 cell(row.get("reference_mean"), spread(row.get("reference_mean"), row.get("reference_std"))),
                 cell(test.get("difference"), signed(test.get("difference"))),
@@ -74,7 +75,7 @@ def differences(study: Study) -> Table:
                 cell(drawn.get("low"), patients),
             )
         )
-    reference = arm_name(str(study.comparison.get("reference")))
+    reference = arm_title(str(study.comparison.get("reference")))
     note = (
         f"Differences to {reference}, paired by seed; the interval allows for seeds that share slides (Nadeau and Bengio). "
         "W–L–T: seeds won, lost, tied. Over patients: 95 % interval when test patients are resampled."
@@ -106,7 +107,7 @@ def forests(study: Study) -> Iterator[Forest]:
             first, last = _interval(test)
             forest.lines.append(
                 {
-                    "arm": arm_name(str(row.get("arm"))),
+                    "arm": arm_title(str(row.get("arm"))),
                     "tone": tone(row),
                     "at": _percent(test.get("difference"), low, high),
                     "from": _percent(first, low, high),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pandas as pd
 
+from gated_srp.models import arm_title
 from gated_srp.reports.page_material import Material, Run, Study
-from gated_srp.reports.tables import arm_name, metric_name
+from gated_srp.reports.tables import metric_name
 
 MOST_SLIDES = 2000  # rows of a table of slides
 
@@ -67,7 +68,7 @@ def cohort_metrics(study: Study) -> Iterator[Table]:
                 found.setdefault(row["arm"], {}).setdefault(row["metric"], []).append(float(row["value"]))
                 metrics[row["metric"]] = None
         rows = [
-            (cell(arm_name(arm)), *(_over_seeds(values.get(metric, [])) for metric in metrics))
+            (cell(arm_title(arm)), *(_over_seeds(values.get(metric, [])) for metric in metrics))
             for arm, values in found.items()
         ]
         yield Table(
@@ -109,7 +110,7 @@ def run_name(run: Run) -> str:
     """The arm, and what a study varied of it: runs of one arm with other settings lie below ``variants``."""
     above = run.path.absolute().parents
     varied = above[2].name if len(above) > 3 and above[3].name == "variants" else ""
-    return arm_name(run.arm) + (f" ({varied.replace('model.', '').replace(',', ', ')})" if varied else "")
+    return arm_title(run.arm) + (f" ({varied.replace('model.', '').replace(',', ', ')})" if varied else "")
 
 
 # Slides --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 from gated_srp.files import write_whole
-from gated_srp.reports.tables import Grid, arm_name, comparison_grid, formats, metric_name, std_grid
+from gated_srp.models import arm_title
+from gated_srp.reports.tables import Grid, comparison_grid, formats, metric_name, std_grid
 from gated_srp.study.cells import Cell
 from gated_srp.study.results import Comparison
 
@@ -66,7 +67,7 @@ def _words(comparison: Comparison, grid: Grid, cells: Sequence[Cell]) -> Iterato
     for part in (comparison.cohorts, comparison.across if len({c.cohort for c in cells}) > 1 else ()):
         for cell in part:
             where = "over all cohorts" if cell.cohort is None else cell.cohort
-            line = f"- {arm_name(cell.arm)} against {arm_name(comparison.reference)}, {where}, {metric_name(cell.metric)}: {cell.verdict}."
+            line = f"- {arm_title(cell.arm)} against {arm_title(comparison.reference)}, {where}, {metric_name(cell.metric)}: {cell.verdict}."
             drawn = cell.bootstrap
             over = (
                 f" Over resampled patients: {drawn.difference:+.4f} ({drawn.low:+.4f} to {drawn.high:+.4f})."

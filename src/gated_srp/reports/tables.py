@@ -11,6 +11,7 @@ from typing import Literal
 
 import pandas as pd
 
+from gated_srp.models import arm_title
 from gated_srp.study.results import LOWER_IS_BETTER, Comparison
 
 Tone = Literal["better", "worse"]
@@ -28,7 +29,6 @@ _METRICS = {
     "train_wsi_per_second": "train WSI/s",
     "test_wsi_per_second": "test WSI/s",
 }
-_ARMS = {"na": "NA", "xsa": "XSA", "diff": "Diff", "gated_srp": "Gated SRP", "gated_srp_tuned": "Gated SRP, tuned"}
 _TEX = {
     "&": r"\&",
     "%": r"\%",
@@ -86,7 +86,7 @@ def comparison_grid(results: pd.DataFrame, comparison: Comparison, *, title: str
             best = bool(mean == best_of(means[column], column[1]))
             entries.append(Entry(text, best, tones.get((str(arm), *column))))
         rows.append((str(arm), tuple(entries)))
-    reference = arm_name(comparison.reference)
+    reference = arm_title(comparison.reference)
     own = (
         f"Mean ± standard deviation over {int(counts.max().max())} seeds on the test set; the best of a column is bold. "
         f"↑ / ↓ (green / red): the 95 % interval of the paired difference to {reference} (Nadeau-Bengio, since seeds share slides) "
@@ -119,11 +119,6 @@ def best_of(values: pd.Series, metric: str) -> float:
     return float(values.min() if metric in LOWER_IS_BETTER else values.max())
 
 
-def arm_name(arm: str) -> str:
-    """As the paper prints it."""
-    return _ARMS.get(arm, arm)
-
-
 def tone_colour(difference: float, metric: str) -> str:
     """Green for better, red for worse, as ``#RRGGBB``; for differences whose interval excludes zero."""
     return f"#{_COLOURS[_tone(difference, metric)]}"
@@ -152,7 +147,7 @@ def _wide(results: pd.DataFrame, columns: Sequence[Column], how: str) -> pd.Data
 def markdown(grid: Grid) -> str:
     """A table that reads well as text, too."""
     heads = [f"{short(cohort)} {metric_name(metric)}" for cohort, metric in grid.columns]
-    body = [[arm_name(name), *(_marked(entry) for entry in entries)] for name, entries in grid.rows]
+    body = [[arm_title(name), *(_marked(entry) for entry in entries)] for name, entries in grid.rows]
     table = [["", *heads], *body]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = [
@@ -177,7 +172,7 @@ def latex(grid: Grid) -> str:
         rules.append(rf"\cmidrule(lr){{{start}-{start + n - 1}}}")
         start += n
     metrics = " & ".join(rf"\textit{{{tex(metric_name(metric))}}}" for _, metric in grid.columns)
-    body = [f"{tex(arm_name(name))} & " + " & ".join(map(_tex_entry, entries)) + r" \\" for name, entries in grid.rows]
+    body = [f"{tex(arm_title(name))} & " + " & ".join(map(_tex_entry, entries)) + r" \\" for name, entries in grid.rows]
     caption = tex(" ".join(grid.notes).replace("↑ / ↓ (green / red)", "Green / red"))
     lines = [
         r"% \usepackage{amssymb,booktabs,xcolor}",

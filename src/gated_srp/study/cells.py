@@ -6,7 +6,6 @@ where settings differ from the cohort's), so studies that need the same run shar
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,8 +96,10 @@ def unit_name(config: CohortConfig, seed: int, fold: int) -> str:
 
 def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Cell, ...]:
     """All cells of a cohort, seed by seed: a study that is stopped early has whole pairs."""
+    from gated_srp.models import find_arm
+
     for row in rows:
-        known_arm(row.arm)
+        find_arm(row.arm)  # refuses an unknown name before anything runs
     if not rows or not seeds:
         raise UserError(f"{config.name}: nothing to run; name at least one arm and one seed.")
     cells = []
@@ -108,17 +109,6 @@ def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tup
                 changes = {**row.changes, **row.by_unit.get(unit_name(config, seed, fold), {})}
                 cells.append(Cell(row.name, row.arm, seed, fold, changed(config, changes, row.arm)))
     return tuple(cells)
-
-
-def known_arm(name: str) -> None:
-    """Refuse a name that no arm has."""
-    from gated_srp.models import ARMS
-
-    if name not in ARMS:
-        near = difflib.get_close_matches(name, ARMS, n=1)
-        raise UserError(
-            f"arm {name!r} is not known.{f' Did you mean {near[0]!r}?' if near else ''} Arms: {', '.join(ARMS)}."
-        )
 
 
 def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> CohortConfig:

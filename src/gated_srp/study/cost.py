@@ -10,6 +10,7 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.cohort import CohortData
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.data.splits.rules import PARTS
+from gated_srp.models import find_arm
 from gated_srp.study.cells import Cell, distinct
 from gated_srp.training.domain import evenly
 
@@ -39,7 +40,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
             looks[cell.cohort] = _look_at(data[cell.cohort], cell)
         look = looks[cell.cohort]
         model = cell.config.model
-        trunk = Trunk(look.width, model.dim, model.depth, dense=cell.arm.startswith("vit"))
+        trunk = Trunk(look.width, model.dim, model.depth, dense=find_arm(cell.arm).dense)
         parts = {part: [look.typical] * count for part, count in look.counts.items()}
         seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate) + _START
         weights = 4.0 * (12 * model.dim**2 * model.depth + look.width * model.dim)

@@ -9,7 +9,7 @@ import difflib
 import site
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -54,10 +54,12 @@ class Study:
     @property
     def all_rows(self) -> tuple[Row, ...]:
         """With an untuned one after each Gated SRP row, where the study asks for it."""
+        from gated_srp.models import ARMS
+
         found: list[Row] = []
         for row in self.rows:
             found.append(row)
-            if self.untuned and row.arm.endswith("gated_srp"):
+            if self.untuned and row.arm in ARMS and ARMS[row.arm].method:
                 found.append(untuned(row))
         return tuple(found)
 
@@ -228,8 +230,10 @@ def _shorter(row: Row, epochs: int) -> Row:
     return Row(row.name, row.arm, {**row.changes, "train.epochs": epochs})
 
 
-def paper_settings(cell: Cell, gated: Callable[[str], bool]) -> str:
+def paper_settings(cell: Cell) -> str:
     """What a cell trains with, in words."""
+    from gated_srp.models import find_arm
+
     config, train = cell.config, cell.config.train
     parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
     parts += [f"batch {train.batch_size}"] if train.batch_size > 1 else []
@@ -238,7 +242,7 @@ def paper_settings(cell: Cell, gated: Callable[[str], bool]) -> str:
     else:
         parts += [f"cap {config.cap}" if config.cap else "no cap", str(config.encoder)]
     parts += [f"window {config.window}"] if config.window != 3 else []
-    if gated(cell.arm):
+    if find_arm(cell.arm).gated:
         gate = config.gate(cell.arm)
         parts.append(f"delta {gate.delta:g}, h {gate.hidden_dim}" + (f" ({gate.note})" if gate.note else ""))
     return ", ".join(parts)

@@ -171,4 +171,6 @@ def tuned_rows(config: CohortConfig, arms: Sequence[str], seeds: Sequence[int]) 
         unit: {"model.delta": gate["delta"], "model.hidden_dim": gate["hidden_dim"]}
         for unit, gate in frozen["chosen"].items()
     }
-    return [Row(f"{frozen['arm']}_tuned", frozen["arm"], by_unit=changes)], []
+    from gated_srp.models import TUNED
+
+    return [Row(frozen["arm"] + TUNED, frozen["arm"], by_unit=changes)], []

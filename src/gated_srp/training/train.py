@@ -17,7 +17,7 @@ from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits.rules import write_split
 from gated_srp.errors import Interrupted, UserError
-from gated_srp.models import ARMS, SlideModel, build_model
+from gated_srp.models import ARMS, SlideModel, build_model, find_arm
 from gated_srp.training.callbacks import Keeper, handlers, stop_on_signals
 from gated_srp.training.checkpoint import load_checkpoint, save_checkpoint
 from gated_srp.training.folder import RunFolder, settings_of
@@ -98,8 +98,7 @@ def train_run(
 
 def _check(job: Job) -> None:
     """Refusals that need no data."""
-    if job.arm not in ARMS:
-        build_model(job.arm, in_dim=1, num_outputs=1)  # says which there are
+    find_arm(job.arm)
     if job.devices < 1:
         raise UserError(f"devices: {job.devices}, expected 1 or more.")
     if job.config.train.only == "gate" and job.init is None and not job.run.begun:
