@@ -1,4 +1,4 @@
-"""Facts live on their objects: outside its room nobody takes the name of an arm apart, nor asks which one it is."""
+"""Facts live on their objects: outside its room nobody asks which task there is, nor takes the name of an arm apart."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,19 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "gated_srp"
 # By subject: the rooms that may, what to write instead, and patterns that say someone did it elsewhere.
 # A default such as `arm: str = "gated_srp"` or a tuple of arms to begin with is no question about an arm, and passes.
 _ARM = r"""["'](?:(?:na|xsa|diff|adapter|abmil)["']|(?:gated_srp|axis_|fixed_beta|vit4?|vit_s16)\w*["'])"""
+_TASK = r"""["'](?:classification|survival|multilabel)["']"""
 RULES = {
+    "tasks": (
+        ("tasks", "models"),
+        "ask the task, or gated_srp.tasks.find_task(name); add a fact to `Task` where one is missing",
+        (
+            rf"(?:==|!=|\bin|\bcase)\s*[(\[{{]?\s*{_TASK}",
+            rf"{_TASK}\s*(?:==|!=|\bin\b)",
+            rf"^\s*{_TASK}: (?!{{)",  # a table by the kind of task
+            r"isinstance\([^)]*\b(?:Survival|Classification|Multilabel)\b",
+            r"\bimport\b.*\b(?:Survival|Classification|Multilabel)\b",
+        ),
+    ),
     "arms": (
         ("models",),
         "ask gated_srp.models.find_arm(name) for .dense, .gated, .images, .trunk, .base, .method; add a fact where one is missing",
@@ -70,3 +82,15 @@ def test_the_rule_on_arms_sees_a_name_taken_apart(line):
 )
 def test_the_rule_on_arms_lets_defaults_pass(line):
     assert not taken_apart(line, RULES["arms"][2])
+
+
+@pytest.mark.parametrize(
+    "line", ['if table.task == "survival":', "elif isinstance(task, Survival):", '    "multilabel": ("macro_map",),']
+)
+def test_the_rule_on_tasks_sees_a_question_about_the_kind(line):
+    assert taken_apart(line, RULES["tasks"][2])
+
+
+@pytest.mark.parametrize("line", ['task="survival",', '"classification": {"name": name, "color": _HOT},  # of QuPath'])
+def test_the_rule_on_tasks_lets_names_pass(line):
+    assert not taken_apart(line, RULES["tasks"][2])

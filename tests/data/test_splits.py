@@ -22,7 +22,6 @@ from gated_srp.data.splits.rules import (
     k_folds,
     own_split,
     site_folds,
-    survival_strata,
     write_split,
 )
 from gated_srp.data.tables.table import Table
@@ -90,7 +89,7 @@ def test_survival_split_equals_a_plain_loop_over_the_rule() -> None:
 
 
 def test_survival_strata_are_events_alone_where_quarters_would_be_too_small() -> None:
-    fine = survival_strata(survival([float(i) for i in range(1, 41)], [0, 1] * 20).cases)
+    fine = case_groups(survival([float(i) for i in range(1, 41)], [0, 1] * 20))
     # edges 10.75, 20.5, 30.25: quarters of ten, five of each event
     assert (fine["c000"], fine["c009"], fine["c010"], fine["c039"]) == (
         "event0_time0",
@@ -98,12 +97,12 @@ def test_survival_strata_are_events_alone_where_quarters_would_be_too_small() ->
         "event0_time1",
         "event1_time3",
     )
-    coarse = survival_strata(survival([float(i) for i in range(1, 40)], [0, 1] * 19 + [0]).cases)
+    coarse = case_groups(survival([float(i) for i in range(1, 40)], [0, 1] * 19 + [0]))
     assert set(coarse.values()) == {"event0", "event1"}
 
 
 def test_a_time_on_an_edge_counts_to_the_later_quarter() -> None:
-    strata = survival_strata(survival([1.0] * 10 + [2.0] * 20 + [3.0] * 10, [1] * 40).cases)  # edges 1.75, 2, 2.25
+    strata = case_groups(survival([1.0] * 10 + [2.0] * 20 + [3.0] * 10, [1] * 40))  # edges 1.75, 2, 2.25
     assert [strata[c] for c in ("c000", "c010", "c039")] == ["event1_time0", "event1_time2", "event1_time3"]
 
 

@@ -269,8 +269,8 @@ def test_missing_and_non_positive_times_are_listed(tmp_path: Path) -> None:
     )
     assert list(table.frame["slide"]) == ["a"]
     assert table.dropped == (
-        *("row 5 (d): no time", "row 6 (e): no event"),
         *("row 3 (b): its time is not positive", "row 4 (c): its time is not positive"),
+        *("row 5 (d): no time", "row 6 (e): no event"),
     )
     with pytest.raises(UserError, match="row 2: 'three'"):
         read_table(write(tmp_path, "slide_id,case_id,time,event\na,1,three,1\n"))

@@ -134,7 +134,7 @@ def test_survival_uses_the_cards_edges_and_median_risk(tmp_path):
     assert found.score == "case" and len(found.cases) == 18 < len(found.slides)
     high = found.cases["risk"] > card["median_risk"]
     assert (found.cases["risk_group"] == np.where(high, "high", "low")).all()
-    curves = found.groups.curves
+    curves = found.findings.tables["kaplan_meier"]
     assert curves.query("group == 'high'")["at_risk"].iloc[0] == high.sum()
     values = found.metrics.set_index("metric")
     assert values.loc["c_index", "value"] == pytest.approx(_c_index(found.cases))
@@ -158,7 +158,7 @@ def test_times_in_another_unit_are_doubted(tmp_path):
     model = model_file(tmp_path / "m.safetensors", **SURVIVAL | {"follow_up": seen, "score": "case"})
     found = evaluate_run(model, config, repeats=2)
     assert any("was 1000 in training. Are both in the same unit?" in note for note in found.notes)
-    assert found.groups is None  # the card has no median risk
+    assert found.findings is None  # the card has no median risk
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from gated_srp.cli import app
 from gated_srp.data import Preparation, prepare, read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
+from gated_srp.tasks.survival import curve_at
 from gated_srp.training import train_run
-from gated_srp.training.answers import curve_at
 from gated_srp.training.predict import feature_files, predict_files, slide_names
 from gated_srp.training.trained import open_members, stride_problem
 

@@ -16,12 +16,12 @@ from gated_srp.data import load_config, read_bag
 from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
+from gated_srp.tasks import task_from_card
 from gated_srp.training import train_run
 from gated_srp.training.domain import FeatureStatistics
 from gated_srp.training.folder import RunFolder
 from gated_srp.training.gates import COLUMNS
 from gated_srp.training.inputs import gather
-from gated_srp.training.results import task_of
 
 FILES = {
     *("config.yaml", "split.csv", "history.csv", "gates.csv", "metrics.json", "model.safetensors", "environment.json"),
@@ -83,7 +83,7 @@ def test_the_card_says_what_prediction_must_know(finished):
     assert (card["order"], card["window"], card["lattice"], card["cap"]) == ("file", 3, "floor", None)
     assert card["split_hash"] == metrics["split_hash"] and card["precision"] == "32" and card["temperature"] > 0
     assert {"torch", "gated_srp"} <= set(card["versions"])
-    assert task_of(card).num_outputs == 2
+    assert task_from_card(card).num_outputs == 2
 
 
 def test_the_saved_model_predicts_what_the_run_wrote(finished, cohort):

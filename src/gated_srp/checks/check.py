@@ -205,18 +205,7 @@ def _about_slides(data: CohortData, facts: Sequence[FileFacts]) -> dict[str, int
 
 
 def _about_labels(table: Table) -> dict[str, Any]:
-    about: dict[str, Any] = {"task": table.task, "notes": list(table.notes)}
-    if table.task == "survival":
-        cases = table.cases
-        seen = cases["event"] == 1
-        about |= {"patients": len(cases), "events": int(seen.sum()), "follow_up": _spread(list(cases["time"]))}
-        about["follow_up_of_censored"] = _spread(list(cases.loc[~seen, "time"]))
-    elif table.task == "classification":
-        tally = table.frame["label"].value_counts()
-        about["classes"] = {name: int(tally.get(i, 0)) for i, name in enumerate(table.classes)}
-    else:
-        about["classes"] = {name: int(table.frame[name].sum()) for name in table.classes}
-    return about
+    return {"task": table.task, "notes": list(table.notes)} | table.kind.tally(table.frame, table.classes)
 
 
 def _about_splits(data: CohortData, splits: dict[str, Split]) -> dict[str, Any]:

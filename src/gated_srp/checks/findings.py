@@ -22,7 +22,6 @@ Severity = Literal["error", "warning", "note"]
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
 _NONE = 0.1  # neighbours a patch below which there is nothing to correct at all
-_SCARCE = 10  # slides of a class, or events, below which a result says little
 _LONG = re.compile(r"\(([^()]{100})[^()]*\)")  # a library's own words
 
 
@@ -188,27 +187,8 @@ def of_table(table: Table) -> Iterator[Finding]:
 
 def of_balance(table: Table) -> Iterator[Finding]:
     """Too little of something to learn or to measure it."""
-    cure = "Add {}; otherwise read differences between models with great care."
-    if table.task == "survival":
-        events = int(table.cases["event"].sum())
-        if events < _SCARCE:
-            what = f"only {events} patients with an event"
-            yield Finding("warning", "few_events", what, ("table",), cure.format("patients"))
-        return
-    if table.task == "classification":
-        tally = {name: int((table.frame["label"] == i).sum()) for i, name in enumerate(table.classes)}
-    else:
-        tally = {name: int(table.frame[name].sum()) for name in table.classes}
-    rare = {name: count for name, count in tally.items() if count < _SCARCE}
-    if rare:
-        told = ", ".join(f"{name} {count}" for name, count in rare.items())
-        yield Finding(
-            "warning",
-            "rare_class",
-            f"fewer than {_SCARCE} slides of a class: {told}",
-            ("table",),
-            cure.format("slides"),
-        )
+    for note in table.kind.scarce(table.frame, table.classes):
+        yield Finding(note.level, note.kind, note.what, note.where, note.cure)
 
 
 def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Path]) -> Iterator[Finding]:
@@ -243,15 +223,6 @@ def _with_place(message: str, name: str) -> tuple[str, tuple[str, ...], str]:
 def _lacks(frame: pd.DataFrame, part: str, table: Table) -> Iterator[tuple[str, str]]:
     if frame.empty:
         yield "error", f"no usable slide in {part}"
-    elif table.task == "survival":
-        if not frame["event"].any():
-            yield "error" if part == "train" else "warning", f"no event in {part}: its C-index is not defined"
-    elif table.task == "classification":
-        absent = [name for i, name in enumerate(table.classes) if not (frame["label"] == i).any()]
-        if absent:
-            yield "warning", f"no usable slide of class {', '.join(absent)} in {part}"
-    else:
-        absent = [name for name in table.classes if not frame[name].any()]
-        if absent:
-            shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-            yield "warning", f"no positive of {len(absent)} labels in {part} ({shown})"
+        return
+    for note in table.kind.lacks(frame, table.classes, part):
+        yield note.level, note.what

@@ -140,15 +140,9 @@ def _labels(labels: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for note in labels["notes"]:
         if not note.startswith("warning: "):
             yield "labels", note  # how the table was read; with the balance of classes
-    if labels["task"] == "survival":
-        times, censored = labels["follow_up"], labels["follow_up_of_censored"]
-        share = 100 * labels["events"] / max(1, labels["patients"])
-        late = f", of the censored {censored['median']:g}" if censored else ""
-        yield "events", f"{labels['events']:,} of {labels['patients']:,} patients ({share:.0f} %)"
-        yield (
-            "follow-up",
-            f"median {times['median']:g}{late}, from {times['min']:g} to {times['max']:g} (unit of the table)",
-        )
+    from gated_srp.tasks import find_task
+
+    yield from find_task(labels["task"]).tally_lines(labels)
 
 
 def _split(splits: dict[str, Any]) -> str:

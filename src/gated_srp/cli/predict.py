@@ -51,7 +51,7 @@ def predict(
         LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
     by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
     say(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
-    for line in _summary(table):
+    for line in found.task.summary(table):
         say(line)
     for path in found.write(output):
         say(f"written: {path}")
@@ -110,31 +110,7 @@ def _report(found: "Evaluation") -> list[str]:
     lines.append(
         f"  intervals: percentiles over {found.repeats:,} draws of {found.patients} patients, seed {found.seed}"
     )
-    if found.groups is not None:
-        counts = found.cases["risk_group"].value_counts()
-        lines.append(
-            f"  split at the training median risk: {counts.get('high', 0)} cases high, {counts.get('low', 0)} low, "
-            + (f"log-rank p {found.groups.p_value:.4g}" if found.groups.p_value == found.groups.p_value else "no test")
-        )
-    return lines
-
-
-def _summary(table: "pd.DataFrame") -> list[str]:
-    """What the table says in one look."""
-    names = [str(name) for name in table if not str(name).endswith("_std")]
-    if "predicted" in names:
-        counts = table["predicted"].value_counts()
-        return ["predicted: " + ", ".join(f"{name} {count}" for name, count in counts.items())]
-    if "risk" in names:
-        times = [name.removeprefix("survival_at_") for name in names if name.startswith("survival_at_")]
-        low, middle, high = table["risk"].quantile([0, 0.5, 1])
-        return [
-            f"risk: median {middle:.3f}, from {low:.3f} to {high:.3f} (higher: earlier event)",
-            f"survival at {', '.join(times)}, in the unit of time of the training table",
-        ]
-    labels = [name for name in names if name.startswith("prob_")]
-    said = ", ".join(f"{name.removeprefix('prob_')} {(table[name] > 0.5).sum()}" for name in labels)
-    return [f"more likely than not: {said}"]
+    return lines + [f"  {line}" for line in (found.findings.lines if found.findings else ())]
 
 
 def _say(notes: tuple[str, ...], skipped: "pd.DataFrame") -> None:

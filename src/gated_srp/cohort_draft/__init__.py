@@ -14,10 +14,11 @@ from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.files.encoders import encoder_of_folder
 from gated_srp.data.files.formats import read_header
 from gated_srp.data.files.siblings import find_bags
-from gated_srp.data.tables.columns import USUAL, Task
+from gated_srp.data.tables.columns import USUAL
 from gated_srp.data.tables.read import read_frame, usual_columns
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
+from gated_srp.tasks import Task, find_task
 
 __all__ = ["Draft", "draft_cohort", "write_cohort"]
 
@@ -44,7 +45,7 @@ def draft_cohort(folder: Path, table: Path, home: Path, *, sheet: str | None = N
     ids = {column, *(name for key in ("slide", "case", "site") for name in usual_columns(frame, USUAL[key]))}
     task = put_task(draft, frame[[name for name in frame.columns if name not in ids]], table)
     draft.say()
-    _put_defaults(draft, task, slides)
+    _put_defaults(draft, find_task(task), slides)
     return draft
 
 
@@ -109,14 +110,13 @@ _ENCODERS = "features of several encoders were found; a model is trained on thos
 _NO_ENCODER = "No file says which encoder made it; name it if you know, so that features of two are never mixed."
 
 
-def _put_defaults(draft: Draft, task: Task | None, slides: int) -> None:
-    metric = {"survival": "c_index", "multilabel": "macro_map"}.get(task or "", "macro_f1")
+def _put_defaults(draft: Draft, kind: type[Task], slides: int) -> None:
     draft.say("What follows are the defaults; remove a # to change one.")
     for line in (
         "arms: [na, xsa, diff, gated_srp]",
         "seeds: [42, 43, 44, 45, 46]      # each draws its own split by patient",
         "folds: 5                         # cross-validation instead of one split a seed",
-        f"metric: {metric}                # selects the epoch",
+        f"metric: {kind.selects[0]}                # selects the epoch",
         "window: 3                        # 8 neighbours; 5 gives 24",
         "cap: 20000                       # at most so many patches of a slide, if memory is short",
         "train: {epochs: 15}",

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.cohort_draft.draft import Draft, setting
-from gated_srp.data.tables.columns import USUAL, Columns, Task, resolve_columns
+from gated_srp.data.tables.columns import USUAL, Columns, resolve_columns
 from gated_srp.data.tables.matching import match_slides
 from gated_srp.data.tables.read import usual_columns
-from gated_srp.data.tables.targets import read_classes
 from gated_srp.errors import UserError
+from gated_srp.tasks import TASKS, find_task
 
 _FEW = 12  # values that a column of classes has at most
 
@@ -68,37 +68,37 @@ def _grouping(column: pd.Series[Any]) -> tuple[int, ...]:
     return tuple(int(code) for code in pd.factorize(column)[0])
 
 
-def put_task(draft: Draft, frame: pd.DataFrame, table: Path) -> Task | None:
+def put_task(draft: Draft, frame: pd.DataFrame, table: Path) -> str | None:
     """What is to be learnt, if the columns leave no doubt. ``frame`` is without the columns of ids."""
     draft.say()
     alone = _only_classes(frame)
     try:
         columns, task, _ = resolve_columns(frame, Columns(target=alone), None, table)
-        order = read_classes(frame[str(columns.target)], None, table)[1] if task == "classification" else ()
+        kind = find_task(task)
+        order = kind.class_names(frame, columns, table)
     except UserError:
         _offer_targets(draft, frame)
         return None
     draft.put("task", task)
-    if task == "survival":
-        status = "censorship" if columns.censorship else "event"
-        column = str(getattr(columns, status))
-        draft.put("time", columns.time)
-        draft.put(status, column, f"{_MEANINGS[status]}; {_examples(frame[column])}")
-    else:
-        draft.put("target", columns.target, "the only column that can be classes" if alone else "")
+    for key in kind.usual:
+        if column := getattr(columns, key):
+            meaning = f"{kind.meanings[key]}; {_examples(frame[column])}" if key in kind.meanings else ""
+            draft.put(key, column, "the only column that can be classes" if alone else meaning)
+    if order:
         draft.lines.append(f"# {setting('classes', list(order), 'to set their order')}")
         draft.seen.append(f"{columns.target}: {_examples(frame[str(columns.target)])}")
     draft.seen.append(f"task: {task}")
     return task
 
 
-_MEANINGS = {"event": "1 = the event was seen", "censorship": "1 = censored"}
+_LABELS = {key: names for kind in TASKS.values() for key, names in kind.usual.items() if names}
+_MEANINGS = {key: meaning for kind in TASKS.values() for key, meaning in kind.meanings.items()}
 
 
 def _offer_targets(draft: Draft, frame: pd.DataFrame) -> None:
     """Several tasks, or none that is named in the usual way."""
-    usual, times = usual_columns(frame, USUAL["target"]), usual_columns(frame, USUAL["time"])
-    status = [(key, name) for key in _MEANINGS for name in usual_columns(frame, USUAL[key])]
+    usual, times = usual_columns(frame, _LABELS["target"]), usual_columns(frame, _LABELS["time"])
+    status = [(key, name) for key in _MEANINGS for name in usual_columns(frame, _LABELS[key])]
     known = {*usual, *times, *(name for _, name in status)}
     classes = [name for name in frame.columns if name not in known and _could_be_classes(frame[name])]
     draft.choices.append("target, or time with event or censorship: which column is to be predicted?")
@@ -114,7 +114,7 @@ def _offer_targets(draft: Draft, frame: pd.DataFrame) -> None:
 
 def _only_classes(frame: pd.DataFrame) -> str | None:
     """The one column that can be classes, where none has the usual name of anything to predict."""
-    if any(usual_columns(frame, USUAL[key]) for key in ("target", "time", *_MEANINGS)):
+    if any(usual_columns(frame, names) for names in _LABELS.values()):
         return None
     found = [str(name) for name in frame.columns if _could_be_classes(frame[name])]
     return found[0] if len(found) == 1 else None

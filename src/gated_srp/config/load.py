@@ -15,23 +15,18 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gated_srp.config.presets import Recipe, find_cohort
+from gated_srp.config.presets import find_cohort
 from gated_srp.config.schema import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
 from gated_srp.config.yamlfile import Settings, read_settings
 from gated_srp.data.files.encoders import canonical
-from gated_srp.data.tables.columns import Columns, Task, resolve_columns
+from gated_srp.data.tables.columns import Columns, resolve_columns
 from gated_srp.data.tables.read import read_frame
 from gated_srp.errors import UserError
+from gated_srp.tasks import find_task, named_task, task_names
 
 __all__ = ["CacheConfig", "CohortConfig", "FoldsConfig", "ImagesConfig", "ModelConfig", "TrainConfig", "load_config"]
 
-_RECIPES: dict[Task, Recipe] = {
-    "classification": Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16),
-    "survival": Recipe(epochs=20, lr=1e-4, weight_decay=1e-5, accumulation=1),
-    "multilabel": Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16),
-}
 _IMAGE_RECIPE = find_cohort("ADP").recipe  # whatever the task
-_METRICS: dict[Task, str] = {"classification": "macro_f1", "survival": "c_index", "multilabel": "macro_map"}
 _PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
 _SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
 _UNEXPANDED = re.compile(r"^~|\$[A-Za-z_{]")
@@ -105,15 +100,15 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         if values.get("task") in (None, preset.task):
             values |= {"task": preset.task, "classes": values.get("classes") or preset.classes or None}
     values["task"] = task = values.get("task") or _task_of(values)
-    known: Task = task if task in _RECIPES else "classification"
+    kind = find_task(task if task in task_names() else None)  # an unknown one is refused by validation
     values.setdefault("name", settings.path.stem)
     values.setdefault("out", str(settings.path.absolute().parent / "runs"))
-    values.setdefault("metric", _METRICS[known])
-    values.setdefault("score", "case" if known == "survival" else "slide")
+    values.setdefault("metric", kind.selects[0])
+    values.setdefault("score", kind.score)
     section = values.get("train") or {}
     if isinstance(section, dict):
-        own = _IMAGE_RECIPE if values.get("images") is not None else _RECIPES[known]
-        values["train"] = asdict(preset.recipe if preset and preset.task == known else own) | section
+        own = _IMAGE_RECIPE if values.get("images") is not None else kind.recipe
+        values["train"] = asdict(preset.recipe if preset and preset.task == kind.name else own) | section
     for key in ("model", "cache"):
         if values.get(key, {}) is None:
             del values[key]
@@ -129,10 +124,8 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
 
 def _task_of(values: dict[str, Any]) -> Any:
     """What the named columns or, failing that, the table's usual columns allow; None where there is no table."""
-    if any(values.get(key) for key in ("time", "event", "censorship")) and not values.get("target"):
-        return "survival"
-    if values.get("target"):
-        return "multilabel" if isinstance(values["target"], list | tuple) else "classification"
+    if kind := named_task(values):
+        return kind.name
     if not isinstance(values.get("table"), str):
         return None
     frame, _ = read_frame(values["table"], sheet=values.get("sheet"))

@@ -14,8 +14,9 @@ from gated_srp.data.splits import published as published_splits
 from gated_srp.data.splits.rules import Split
 from gated_srp.data.tables import published as cohort_labels
 from gated_srp.data.tables.published import LabelFile
-from gated_srp.data.tables.table import Table, Task
+from gated_srp.data.tables.table import Table
 from gated_srp.errors import UserError
+from gated_srp.tasks import Recipe
 
 SEEDS = (42, 43, 44, 45, 46)
 
@@ -27,17 +28,6 @@ class Gate:
     delta: float
     hidden_dim: int
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """AdamW settings of the appendix; a step takes ``batch_size`` bags, an update ``accumulation`` steps."""
-
-    epochs: int
-    lr: float
-    weight_decay: float
-    accumulation: int
-    batch_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class Cohort:
     """One cohort of the paper; ``note`` tells where the public table and the paper differ."""
 
     name: str
-    task: Task
+    task: str
     classes: tuple[str, ...]
     labels: LabelFile
     reader: Callable[[Path, "Cohort"], Table]

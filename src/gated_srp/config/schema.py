@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from gated_srp.config.presets import SEEDS, Cohort, Gate, find_cohort
-from gated_srp.data.tables.columns import Columns, Task
+from gated_srp.data.tables.columns import Columns
+from gated_srp.tasks import task_names
 
 _GATE = Gate(delta=1.0, hidden_dim=64)  # for cohorts that the paper did not tune
 
@@ -22,6 +23,13 @@ def _texted(value: Any) -> Any:
 def _section(key: str) -> BeforeValidator:
     """A section that may be written as its most used value alone: ``folds: 5``, ``cache: DIR``."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str | int | Path) else value)
+
+
+def _known_task(value: str) -> str:
+    if value in (names := task_names()):
+        return value
+    *first, last = map(repr, names)
+    raise ValueError(f"input should be {', '.join(first)} or {last}")
 
 
 class _Section(BaseModel):
@@ -93,7 +101,7 @@ class CohortConfig(_Section):
     table: Path | None = None
     slides: Path | None = None
     sheet: str | None = None
-    task: Task | None = None
+    task: Annotated[str, AfterValidator(_known_task)] | None = None
     target: str | tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
     time: str | None = None

@@ -15,6 +15,7 @@ from gated_srp.reports.figures import COLOURS, STYLES, panels, save, tidy
 from gated_srp.reports.tables import short
 from gated_srp.study.cells import Cell
 from gated_srp.study.collect import predictions
+from gated_srp.tasks import find_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +32,9 @@ def draw_curves(folder: Path, cells: Sequence[Cell], *, mark: str = "") -> list[
     for cohort in dict.fromkeys(cell.cohort for cell in cells):
         own = [cell for cell in cells if cell.cohort == cohort]
         rows = {row: [cell for cell in own if cell.row == row] for row in dict.fromkeys(cell.row for cell in own)}
-        if own[0].config.task == "survival":
-            written += draw_kaplan_meier(rows, folder / f"kaplan_meier_{cohort}", cohort=cohort, mark=mark)
-        else:
-            written += draw_roc(rows, folder / f"roc_{cohort}", cohort=cohort, mark=mark)
-            if own[0].config.task == "classification":
-                written += draw_reliability(rows, folder / f"reliability_{cohort}", cohort=cohort, mark=mark)
+        draw = {"kaplan_meier": draw_kaplan_meier, "roc": draw_roc, "reliability": draw_reliability}
+        for figure in find_task(own[0].config.task).figures:
+            written += draw[figure](rows, folder / f"{figure}_{cohort}", cohort=cohort, mark=mark)
     return written
 
 

@@ -13,12 +13,7 @@ from gated_srp.study.cells import Cell, refuse_unpaired
 from gated_srp.study.predictions import metrics_of, read_predictions
 from gated_srp.study.results import COLUMNS, Comparison, compare
 from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap
-
-_SHOWN = {
-    "survival": ("c_index",),
-    "classification": ("macro_f1", "accuracy", "macro_auc"),
-    "multilabel": ("macro_map", "macro_f1", "accuracy", "macro_auc"),
-}
+from gated_srp.tasks import find_task
 
 
 def collect(cells: Sequence[Cell]) -> pd.DataFrame:
@@ -37,7 +32,7 @@ def collect(cells: Sequence[Cell]) -> pd.DataFrame:
 
 def shown_metrics(cell: Cell) -> tuple[str, ...]:
     """Those that the paper shows for this task; the one that selects comes first if it is none of them (PANDA's kappa)."""
-    usual = _SHOWN[cell.config.task or "classification"]
+    usual = find_task(cell.config.task).shown
     return usual if cell.config.metric in usual else (cell.config.metric, *usual)
 
 

@@ -15,8 +15,7 @@ import pandas as pd
 from gated_srp.errors import UserError
 from gated_srp.study.results import Comparison
 from gated_srp.study.statistics import Bootstrap, paired_bootstrap
-from gated_srp.tasks import Classification, Multilabel
-from gated_srp.tasks.survival_metrics import FollowUp, concordance_index
+from gated_srp.tasks import TASKS
 
 _TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
 
@@ -34,12 +33,10 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 
 def metrics_of(predictions: pd.DataFrame) -> Mapping[str, float]:
     """The metrics that a labelled predictions table gives by itself; its columns tell the task."""
-    if "risk" in predictions:
-        cases = FollowUp.of(predictions["time"], predictions["event"])
-        return {"c_index": concordance_index(predictions["risk"].to_numpy(np.float64), cases)}
-    names = tuple(name.removeprefix("prob_") for name in predictions.columns if name.startswith("prob_"))
-    task = Classification(names) if "predicted" in predictions else Multilabel(names)
-    return task.metrics(predictions)
+    for kind in TASKS.values():
+        if (found := kind.metrics_of(predictions)) is not None:
+            return found
+    raise UserError(f"predictions with the columns {', '.join(map(str, predictions))} are of no known task.")
 
 
 def with_bootstrap(comparison: Comparison, runs: Path, *, repeats: int = 1000) -> Comparison:

@@ -1,9 +1,72 @@
-"""Tasks: what a model's logits mean."""
+"""Tasks: what a model's logits mean, and everything else that differs between the kinds of tasks.
 
-from gated_srp.tasks.calibration import fit_temperature
+A new kind is a subclass of `Task` and one line: ``TASKS["regression"] = Regression`` in your own code, or an entry point of the group
+``gated_srp.tasks`` in an installed package, which every command then knows by its name.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from gated_srp.errors import UserError
 from gated_srp.tasks.classification import Classification
 from gated_srp.tasks.multilabel import Multilabel
+from gated_srp.tasks.scores import fit_temperature
 from gated_srp.tasks.survival import Survival
-from gated_srp.tasks.task import Task, selection_score
+from gated_srp.tasks.task import Recipe, Task, selection_score
 
-__all__ = ["Classification", "Multilabel", "Survival", "Task", "fit_temperature", "selection_score"]
+__all__ = [
+    "TASKS",
+    "Classification",
+    "Multilabel",
+    "Recipe",
+    "Survival",
+    "Task",
+    "find_task",
+    "fit_temperature",
+    "named_task",
+    "selection_score",
+    "task_from_card",
+    "task_names",
+]
+
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Classification, Survival, Multilabel)}
+
+
+def task_names() -> tuple[str, ...]:
+    """Every task that can be named: those of `TASKS` and of installed packages."""
+    return tuple(dict.fromkeys([*TASKS, *(point.name for point in entry_points(group="gated_srp.tasks"))]))
+
+
+def find_task(name: str | None) -> type[Task]:
+    """The kind of task of this name; None: classification, which a cohort is unless it says otherwise.
+
+    >>> find_task("survival").selects
+    ('c_index',)
+    """
+    name = name or Classification.name
+    if name not in TASKS:
+        for point in entry_points(group="gated_srp.tasks", name=name):
+            TASKS[name] = point.load()
+    if name not in TASKS:
+        raise UserError(f"no task is called {name!r}; expected one of {', '.join(task_names())}")
+    return TASKS[name]
+
+
+def named_task(settings: Mapping[str, Any]) -> type[Task] | None:
+    """The kind of task that the column settings of a YAML mean (``target``, ``time``, ...), if they leave no doubt.
+
+    >>> named_task({"target": "grade"}).name, named_task({"target": ("oedema", "fibrosis")}).name
+    ('classification', 'multilabel')
+    """
+    found = [kind for kind in TASKS.values() if kind.named_by(settings)]
+    return found[0] if len(found) == 1 else None
+
+
+def task_from_card(card: Mapping[str, Any]) -> Task:
+    """The task that a model's card describes."""
+    if not card.get("task"):
+        raise UserError(
+            "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names."
+        )
+    return find_task(card["task"]).from_card(card)

@@ -1,4 +1,4 @@
-"""Survival in discrete time (paper, appendix "Training objectives"): one hazard a time bin.
+"""Survival in discrete time (paper, appendix "Training objectives"): one hazard per time bin.
 
 Shapes: B bags, K = 4 time bins.
 """
@@ -6,33 +6,60 @@ Shapes: B bags, K = 4 time bins.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
-from scipy.special import expit
-from torch import Tensor
-from torch.nn import functional as F
 
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.tasks.survival_metrics import (
     FollowUp,
     concordance_index,
+    risk_groups,
     survival_at_times,
     uno_concordance,
 )
-from gated_srp.tasks.task import Columns, Metrics, as_numpy, full_precision, mean_by_case
+from gated_srp.tasks.task import (
+    FLAGS,
+    SCARCE,
+    Columns,
+    Findings,
+    Header,
+    Labels,
+    Level,
+    Metrics,
+    Recipe,
+    Task,
+    as_numpy,
+    first_rows,
+    full_precision,
+    mean_by_case,
+    read_numbers,
+    refuse_unreadable,
+    scarce_note,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor
 
 BINS = 4
 SMALLEST = 1e-7  # hazards are clamped to [SMALLEST, 1 - SMALLEST]
+_SCALE = 5.0  # times the training follow-up from which on the unit of time is doubted
+_PER_YEAR = {"day": 365.25, "month": 12.0, "year": 1.0}
+# What a word says of the event by itself, whatever the column is called; cBioPortal writes "0:LIVING" and "1:DECEASED".
+_FATES = {
+    **dict.fromkeys(("dead", "deceased", "died", "event", "uncensored"), 1.0),
+    **dict.fromkeys(("alive", "living", "censored"), 0.0),
+}
+_CODED_FATES = {"1:deceased": 1.0, "0:living": 0.0, "1:dead": 1.0, "0:alive": 0.0, "1:event": 1.0, "0:censored": 0.0}
 
 
 @dataclass(frozen=True)
-class Survival:
+class Survival(Task):
     """Negative log likelihood of hazards in four bins; the case C-index selects.
 
     ``edges`` come from the training cases (`Survival.fit`); so does ``training``, by which the other metrics correct
@@ -44,25 +71,155 @@ class Survival:
     edges: tuple[float, ...]
     training: FollowUp | None = None
 
+    name: ClassVar[str] = "survival"
+    subject: ClassVar[str] = "survival"
+    selects: ClassVar[tuple[str, ...]] = ("c_index",)
+    shown: ClassVar[tuple[str, ...]] = ("c_index",)
+    figures: ClassVar[tuple[str, ...]] = ("kaplan_meier",)
+    recipe: ClassVar[Recipe] = Recipe(epochs=20, lr=1e-4, weight_decay=1e-5, accumulation=1)
+    score: ClassVar[Level] = "case"
+    usual: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "time": (
+            *("time", "time_days", "survival_months", "survival_days", "survival_time"),
+            *("os_survival_days", "os_time", "os_days", "os_months"),
+        ),
+        "event": ("event", "status", "os", "vital_status", "os_status", "os_event"),
+        "censorship": ("censorship", "os_censorship", "censored"),
+    }
+    meanings: ClassVar[Mapping[str, str]] = {"event": "1 = the event was seen", "censorship": "1 = censored"}
+    real: ClassVar[tuple[str, ...]] = ("time",)
+    one_truth_per_case: ClassVar[bool] = True
+    hold_out: ClassVar[Literal["shuffled", "dealt"]] = "dealt"
+    judges_training: ClassVar[bool] = True
     num_outputs: ClassVar[int] = BINS
     truth: ClassVar[tuple[str, ...]] = ("time", "event")
-    select: ClassVar[str] = "c_index"
     # A temperature would reorder risks: they are sums over bins.
     calibrates: ClassVar[bool] = False
 
     @classmethod
-    def fit(cls, training: pd.DataFrame) -> Survival:
+    def named_by(cls, settings: Mapping[str, Any]) -> bool:
+        """By ``time``, ``event`` or ``censorship``, without a ``target``."""
+        return any(settings.get(key) for key in cls.usual) and not settings.get("target")
+
+    @classmethod
+    def seen_in(cls, header: Header) -> bool:
+        status = header.usual(cls.usual["event"] + cls.usual["censorship"])
+        return bool(status and header.usual(cls.usual["time"]))
+
+    @classmethod
+    def find_columns(cls, named: Mapping[str, Any], header: Header) -> dict[str, Any]:
+        """A time, and one of event and censorship."""
+        time = {"time": named.get("time") or header.only("time", cls.usual["time"])}
+        given = {key: named[key] for key in cls.meanings if key in named}
+        if len(given) == 2:
+            raise header.error("`event` and `censorship` say the opposite of each other", "Name one of them.")
+        found = [(key, name) for key in cls.meanings for name in header.usual(cls.usual[key])]
+        if given or len(found) == 1:
+            return time | (given or dict(found))
+        seen = (
+            f"several columns ({', '.join(name for _, name in found)}) could say" if found else "no usual column says"
+        )
+        raise header.error(
+            f"{seen} whether the event was seen",
+            "Name one in the config: `event` (1 = event) or `censorship` (1 = censored).",
+        )
+
+    @classmethod
+    def read(cls, frame: pd.DataFrame, columns: Any, *, classes: Sequence[str] | None, where: Path) -> Labels:
+        """``time``, and ``event``: 1 where it was seen, 0 where the case is censored."""
+        import pandas as pd
+
+        time = read_numbers(frame[columns.time], where)
+        status = frame[columns.censorship or columns.event]
+        event = read_events(status, where, censorship=columns.censorship is not None)
+        unusable = (time <= 0) & event.notna()
+        return Labels(pd.DataFrame({"time": time, "event": event}), (), ((unusable, "its time is not positive"),))
+
+    @classmethod
+    def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
+        """A flipped sign of censorship is the commonest slip of the field."""
+        cases, time = first_rows(frame), str(columns.time)
+        reading = "1 = censored -> event = 1 - censorship" if columns.censorship else "1 = event, 0 = censored"
+        median = float(cases["time"].median())
+        unit = next((unit for unit in _PER_YEAR if unit in time.casefold()), None)
+        follow_up = f"{median / _PER_YEAR[unit]:.1f} y" if unit else f"{median:g} in the unit of {time!r}"
+        events = f"{100 * cases['event'].mean():.0f} % events"
+        said = f"{columns.censorship or columns.event}: {reading}; {events}; median follow-up {follow_up} "
+        return [Note("note", "labels", f"{said}({len(cases)} patients)")]
+
+    @classmethod
+    def strata(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> dict[str, str]:
+        """Event and quarter of the time; the event alone where that leaves fewer than five patients in a stratum."""
+        cases = first_rows(frame)
+        times = cases["time"].to_numpy(float)
+        edges = np.unique(np.quantile(times, [0.25, 0.5, 0.75]))
+        quarter = np.searchsorted(edges, times, side="right")
+        fine = {case: f"event{e}_time{q}" for case, e, q in zip(cases.index, cases["event"], quarter, strict=True)}
+        if min(np.unique(list(fine.values()), return_counts=True)[1]) >= 5:
+            return fine
+        return {case: f"event{e}" for case, e in zip(cases.index, cases["event"], strict=True)}
+
+    @classmethod
+    def tally(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> dict[str, Any]:
+        """Patients, events and follow-up."""
+        cases = first_rows(frame)
+        seen = cases["event"] == 1
+        about = {"patients": len(cases), "events": int(seen.sum()), "follow_up": _spread(cases["time"])}
+        return about | {"follow_up_of_censored": _spread(cases.loc[~seen, "time"])}
+
+    @classmethod
+    def tally_lines(cls, tally: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        times, censored = tally["follow_up"], tally["follow_up_of_censored"]
+        share = 100 * tally["events"] / max(1, tally["patients"])
+        late = f", of the censored {censored['median']:g}" if censored else ""
+        yield "events", f"{tally['events']:,} of {tally['patients']:,} patients ({share:.0f} %)"
+        said = f"median {times['median']:g}{late}, from {times['min']:g} to {times['max']:g} (unit of the table)"
+        yield "follow-up", said
+
+    @classmethod
+    def scarce(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> Iterator[Note]:
+        events = int(first_rows(frame)["event"].sum())
+        if events < SCARCE:
+            yield scarce_note("few_events", f"only {events} patients with an event", "patients")
+
+    @classmethod
+    def lacks(cls, frame: pd.DataFrame, classes: tuple[str, ...], part: str) -> Iterator[Note]:
+        if not frame["event"].any():
+            level: Literal["error", "warning"] = "error" if part == "train" else "warning"
+            yield Note(level, "split", f"no event in {part}: its C-index is not defined")
+
+    @classmethod
+    def fit(cls, training: pd.DataFrame, classes: tuple[str, ...] = (), metric: str | None = None) -> Survival:
         """Edges from a table of TRAINING rows (slides or cases): each case counts once.
 
         They are the distinct quartiles of event times, or of all times with fewer than four events.
         """
+        cls.checked_metric(metric)
         cases = training.drop_duplicates("case") if "case" in training else training
         follow_up = _read(cases)
         if not len(follow_up.time):
-            raise UserError("survival: the training split has no case. Check the split and the table's time column.")
+            raise UserError(
+                "the training split has no case",
+                where="survival",
+                cure="Check the split and the table's time column.",
+            )
         events = follow_up.time[follow_up.event]
         edges = np.unique(np.quantile(events if len(events) >= BINS else follow_up.time, (0.25, 0.5, 0.75)))
         return cls(tuple(edges.tolist()), follow_up)
+
+    def card(self) -> dict[str, Any]:
+        seen = self.training
+        follow_up = None if seen is None else {"time": seen.time.tolist(), "event": seen.event.astype(int).tolist()}
+        return {"bin_edges": list(self.edges), "follow_up": follow_up}
+
+    @classmethod
+    def from_card(cls, card: Mapping[str, Any]) -> Survival:
+        seen = card.get("follow_up")
+        return cls(tuple(card["bin_edges"]), None if seen is None else FollowUp.of(seen["time"], seen["event"]))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (f"{len(self.edges) + 1} time bins",)
 
     def bins(self, time: np.ndarray) -> np.ndarray:
         """Number of edges <= t.
@@ -74,6 +231,8 @@ class Survival:
 
     def encode(self, table: pd.DataFrame) -> Tensor:
         """(B, 2) whole numbers: the bin of ``time`` (found here, in the edges' double precision) and ``event``."""
+        import torch
+
         follow_up = _read(table)
         return torch.from_numpy(np.stack([self.bins(follow_up.time), follow_up.event], 1).astype(np.int64))
 
@@ -87,6 +246,8 @@ class Survival:
 
         An event in bin y: survival of the bins before y and the hazard of y. Censored in bin y: survival through y.
         """
+        import torch
+
         logits = full_precision(logits).reshape(-1, BINS)
         place, event = target.reshape(-1, 2).to(logits.device).unbind(1)
         log_hazard, log_survival = _log_hazard(logits), _log_hazard(-logits)  # 1 - sigmoid(x) = sigmoid(-x)
@@ -97,6 +258,8 @@ class Survival:
 
     def predict(self, logits: Tensor) -> Columns:
         """Survival curve, and risk = minus its sum (larger: earlier event)."""
+        from scipy.special import expit
+
         hazard = np.clip(expit(as_numpy(logits)), SMALLEST, 1 - SMALLEST)
         curve = np.cumprod(1 - hazard, axis=1)[:, : len(self.edges) + 1]  # (B, bins)
         return {"risk": -curve.sum(1), **dict(zip(self._curve, curve.T, strict=True))}
@@ -121,13 +284,113 @@ class Survival:
             **survival_at_times(survival, np.asarray(self.edges), cases, training),
         }
 
+    @classmethod
+    def metrics_of(cls, predictions: pd.DataFrame) -> Metrics | None:
+        """The C-index, which needs nothing but the table: ``risk``, ``time`` and ``event``."""
+        if not {"risk", "time", "event"} <= set(predictions):
+            return None
+        cases = FollowUp.of(predictions["time"], predictions["event"])
+        return {"c_index": concordance_index(predictions["risk"].to_numpy(np.float64), cases)}
+
+    def training_facts(self, cases: pd.DataFrame) -> dict[str, Any]:
+        """The median risk, by which later cases are put into groups of low and high risk."""
+        return {"median_risk": float(cases["risk"].median())}
+
+    @classmethod
+    def member_numbers(cls, tasks: Sequence[Task], logits: Sequence[Tensor]) -> list[Columns]:
+        """Risk, and survival at common times: the edges of the first member, or of the first with more of them."""
+        edges = [tuple(task.edges) for task in tasks if isinstance(task, Survival)]
+        times = max(edges, key=len)
+        found: list[Columns] = []
+        for task, own, one in zip(tasks, edges, logits, strict=True):
+            columns = task.predict(one)
+            curve = np.stack([columns[f"survival_{k + 1}"] for k in range(len(own))], 1)  # (B, edges)
+            if times != own:
+                curve = curve_at(np.asarray(times), np.asarray(own), curve)
+            named = {f"survival_at_{time:.10g}": value for time, value in zip(times, curve.T, strict=True)}
+            found.append({"risk": columns["risk"], **named})
+        return found
+
+    def summary(self, predictions: pd.DataFrame) -> list[str]:
+        names = [str(name) for name in predictions if not str(name).endswith("_std")]
+        times = [name.removeprefix("survival_at_") for name in names if name.startswith("survival_at_")]
+        low, middle, high = predictions["risk"].quantile([0, 0.5, 1])
+        return [
+            f"risk: median {middle:.3f}, from {low:.3f} to {high:.3f} (higher: earlier event)",
+            f"survival at {', '.join(times)}, in the unit of time of the training table",
+        ]
+
+    def matched(
+        self, frame: pd.DataFrame, classes: tuple[str, ...], *, where: str
+    ) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+        """Times in days and in months are told apart by their median."""
+        if self.training is None:
+            return frame, ()
+        here, there = float(frame["time"].median()), float(np.median(self.training.time))
+        if 1 / _SCALE < here / there < _SCALE:
+            return frame, ()
+        said = f"the median time is {here:g} here and was {there:g} in training. Are both in the same unit?"
+        return frame, (Note("warning", "time_unit", said),)
+
+    def examine(self, cases: pd.DataFrame, card: Mapping[str, Any]) -> Findings | None:
+        """Cases above and not above the median risk of the training cases: Kaplan-Meier curves and the log-rank test."""
+        if card.get("median_risk") is None:
+            return None
+        threshold = float(card["median_risk"])
+        risk = cases["risk"].to_numpy(np.float64)
+        group = np.where(risk > threshold, "high", "low")
+        found = risk_groups(risk, FollowUp.of(cases["time"], cases["event"]), threshold)
+        counts = {name: int((group == name).sum()) for name in ("low", "high")}
+        facts = {
+            "threshold": card["median_risk"],
+            "cases": counts,
+            "log_rank_statistic": found.statistic,
+            "log_rank_p": found.p_value,
+        }
+        test = "no test" if math.isnan(found.p_value) else f"log-rank p {found.p_value:.4g}"
+        said = f"split at the training median risk: {counts['high']} cases high, {counts['low']} low, {test}"
+        return Findings({"risk_group": group}, {"kaplan_meier": found.curves}, {"risk_groups": facts}, (said,))
+
     @property
     def _curve(self) -> list[str]:
         return [f"survival_{k + 1}" for k in range(len(self.edges) + 1)]
 
 
+def read_events(cells: pd.Series[Any], where: Path, *, censorship: bool) -> pd.Series[Any]:
+    """1 = the event was seen, 0 = censored, missing where empty. ``censorship``: the column says 1 for censored."""
+    if censorship:
+        meaning: Mapping[str, float] = {word: 1 - flag for word, flag in FLAGS.items()} | _FATES
+    else:
+        meaning = FLAGS | _FATES | _CODED_FATES
+    words = cells.map(lambda cell: re.sub(r"\s*:\s*", ":", cell.casefold()), na_action="ignore")
+    expected = "0, 1, dead/alive, deceased/living, yes/no, true/false, event/censored"
+    refuse_unreadable(cells, words.notna() & ~words.isin(list(meaning)), where, expected)
+    return words.map(meaning).astype(float)
+
+
+def curve_at(times: np.ndarray, edges: np.ndarray, curve: np.ndarray) -> np.ndarray:
+    """Survival (B, times) from survival at a model's own edges (B, edges): the hazard is constant from edge to edge, and goes on.
+
+    >>> curve_at(np.array([1.0, 4.0]), np.array([2.0]), np.array([[0.25]])).tolist()
+    [[0.5, 0.0625]]
+    """
+    place = np.concatenate([[0.0], edges])
+    log = np.log(np.concatenate([np.ones((len(curve), 1)), curve], 1))  # (B, 1 + edges)
+    right = np.clip(np.searchsorted(place, times), 1, len(edges))
+    share = (times - place[right - 1]) / (place[right] - place[right - 1])
+    return np.asarray(np.exp(log[:, right - 1] + share * (log[:, right] - log[:, right - 1])))
+
+
+def _spread(values: pd.Series[Any]) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {"min": float(values.min()), "median": float(np.median(values)), "max": float(values.max())}
+
+
 def _log_hazard(logits: Tensor) -> Tensor:
     """log of the clamped sigmoid, without forming the sigmoid: in single precision that is exactly 1 from 17 on."""
+    from torch.nn import functional as F
+
     return F.logsigmoid(logits).clamp(math.log(SMALLEST), math.log1p(-SMALLEST))
 
 
@@ -137,7 +400,8 @@ def _read(table: pd.DataFrame) -> FollowUp:
     if bad.any():
         row = int(np.argmax(bad))
         raise UserError(
-            f"survival, row {row + 1}: time {time[row]}, event {event[row]}; expected a time of at least 0, "
-            "and event 0 (censored) or 1. Correct or drop the row."
+            f"time {time[row]}, event {event[row]}; expected a time of at least 0, and event 0 (censored) or 1",
+            where=f"survival, row {row + 1}",
+            cure="Correct or drop the row.",
         )
     return FollowUp(time, event.astype(bool))

@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-
-with warnings.catch_warnings():
-    # On import torchsurv compiles a helper that we do not use, in a way that newer torch calls deprecated.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torchsurv.metrics.auc import Auc
-    from torchsurv.metrics.brier_score import BrierScore
-    from torchsurv.stats.ipcw import get_ipcw
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 _ROWS = 1024  # pairs are counted in blocks of rows: memory stays small for any number of cases
+
+
+@cache
+def _torchsurv() -> Any:
+    """Its area under the curve, Brier score and weights of censoring; imported on first use, since that takes a second."""
+    from types import SimpleNamespace
+
+    with warnings.catch_warnings():
+        # On import torchsurv compiles a helper that we do not use, in a way that newer torch calls deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torchsurv.metrics.auc import Auc
+        from torchsurv.metrics.brier_score import BrierScore
+        from torchsurv.stats.ipcw import get_ipcw
+    return SimpleNamespace(Auc=Auc, BrierScore=BrierScore, get_ipcw=get_ipcw)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +81,9 @@ def censoring_weight(time: Floats, training: FollowUp) -> Floats | None:
     """1 / P(not censored by t), by Kaplan-Meier on the training cases; 0 where that is 0; None without any event."""
     if not training.event.any():
         return None
-    weight = get_ipcw(torch.from_numpy(training.event), _single(training.time), _single(time))
+    import torch
+
+    weight = _torchsurv().get_ipcw(torch.from_numpy(training.event), _single(training.time), _single(time))
     return np.asarray(weight.double())
 
 
@@ -92,6 +102,8 @@ def survival_at_times(survival: Floats, times: Floats, cases: FollowUp, training
     known = before.any(0) & (cases.time[:, None] > times).any(0) & (at_times > 0)
     if not known.any():
         return undefined
+    import torch
+
     estimate = torch.from_numpy(survival[:, known])
     given = (
         torch.from_numpy(cases.event),
@@ -101,9 +113,9 @@ def survival_at_times(survival: Floats, times: Floats, cases: FollowUp, training
         torch.from_numpy(at_times[known]),
     )
     event, time, new_time, weights, new_weights = given
-    brier = BrierScore()
+    brier = _torchsurv().BrierScore()
     brier(estimate, event, time, new_time=new_time, weight=weights, weight_new_time=new_weights)
-    auc = Auc()(1 - estimate, event, time, new_time=new_time, weight=weights, weight_new_time=new_weights)
+    auc = _torchsurv().Auc()(1 - estimate, event, time, new_time=new_time, weight=weights, weight_new_time=new_weights)
     return {"integrated_brier": float(brier.integral()), "time_auc": float(auc.mean())}
 
 
@@ -143,6 +155,8 @@ def risk_groups(risk: Floats, cases: FollowUp, threshold: float) -> RiskGroups:
     return RiskGroups(pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(), statistic, p_value)
 
 
-def _single(values: Floats) -> torch.Tensor:
+def _single(values: Floats) -> Tensor:
+    import torch
+
     # torchsurv compares times in single precision; rounding every time alike keeps equal times equal.
     return torch.from_numpy(values.astype(np.float32))

@@ -1,64 +1,276 @@
-"""What a task is. The training loop, prediction and evaluation know this interface and nothing else of a task.
+"""What a task is: everything that differs between classes, survival and whatever else a slide may be asked.
 
-Shapes: B bags, K outputs. A predictions table has one row a slide (or a case): ``slide``, ``case``, truth, predictions.
+A task's class knows what is true of every task of its kind: which columns of a table it needs and how their cells are read, how patients
+are stratified, the training recipe. An instance, made by `Task.fit` from the training rows, knows its classes or time bins and gives the
+logits of a model their meaning. Nothing outside of `gated_srp.tasks` asks which kind of task it deals with.
+
+Shapes: B bags, K outputs. A predictions table has one row per slide (or per case): ``slide``, ``case``, truth, predictions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor
 
 Metrics = dict[str, float]
-Columns = dict[str, NDArray[np.generic]]
+Columns = dict[str, NDArray[Any]]
+Level = Literal["slide", "case"]
+
+SCARCE = 10  # slides of a class, or events, below which a result says little
+# What a cell of a yes/no column says; survival reads a column of events with the same words.
+FLAGS = {"1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0}
 
 
-class Task(Protocol):
-    """Gives logits their meaning: loss, predictions, metrics, and which metric selects a checkpoint."""
+@dataclass(frozen=True)
+class Recipe:
+    """AdamW settings of the appendix; a step takes ``batch_size`` bags, an update ``accumulation`` steps."""
+
+    epochs: int
+    lr: float
+    weight_decay: float
+    accumulation: int
+    batch_size: int = 1
+
+
+class Header(Protocol):
+    """The header of a user's table; see ``gated_srp.data.tables.columns``."""
+
+    def usual(self, names: Collection[str]) -> list[str]:
+        """The table's columns that have one of these usual names."""
+
+    def only(self, key: str, names: Collection[str]) -> str:
+        """The one column with a usual name; none or several is an error that asks for the setting ``key``."""
+
+    def error(self, what: str, cure: str) -> UserError:
+        """An error that names the table and lists its columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """What the cells of a table say. ``frame`` has one row per row of the file, missing where a cell is empty."""
+
+    frame: pd.DataFrame
+    classes: tuple[str, ...] = ()
+    dropped: tuple[
+        tuple[pd.Series[bool], str], ...
+    ] = ()  # rows that cannot be used although they have a label, and why
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """What a task says of evaluated cases besides its metrics: columns for the table of cases, tables and facts to write, lines to print."""
+
+    columns: Columns = field(default_factory=dict)
+    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+class Task(ABC):
+    """Gives logits their meaning: loss, predictions, metrics, and which metric selects a checkpoint.
+
+    A subclass sets ``name``, ``selects``, ``usual`` and ``truth``, implements the abstract methods, and overrides of the others what
+    its kind does differently. One line makes it known: ``TASKS["name"] = MyTask``, or an entry point of the group ``gated_srp.tasks``.
+    """
+
+    # Facts of the kind -----------------------------------------------------------------------------------------------
+
+    name: ClassVar[str]  # as ``task`` in a cohort's YAML and in a model's card
+    subject: ClassVar[str]  # what is predicted, for messages: "columns for <subject>"
+    selects: ClassVar[
+        tuple[str, ...]
+    ]  # metrics that may select the best epoch (higher is better); the first is the default
+    shown: ClassVar[tuple[str, ...]]  # metrics that tables and comparisons show
+    figures: ClassVar[tuple[str, ...]] = ()  # figures of its predictions, see ``reports.curves``
+    recipe: ClassVar[Recipe] = Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16)
+    score: ClassVar[Level] = "slide"  # what is scored unless the YAML says otherwise
+    usual: ClassVar[
+        Mapping[str, tuple[str, ...]]
+    ]  # setting that names a column of labels -> usual names of that column
+    meanings: ClassVar[Mapping[str, str]] = {}  # setting -> how its cells are read, where that may be mistaken
+    real: ClassVar[tuple[str, ...]] = ()  # label columns that hold real numbers; all others hold whole ones
+    one_truth_per_case: ClassVar[bool] = False  # whether rows of one patient must agree
+    hold_out: ClassVar[Literal["shuffled", "dealt"]] = "shuffled"  # see ``data.splits.rules``
+    calibrates: ClassVar[bool] = False  # whether logits may be divided by a fitted temperature before `predict`
+    judges_training: ClassVar[bool] = False  # whether `training_facts` needs predictions of the training cases
+
+    # Reading a table -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def named_by(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether the column settings of a YAML that names no task mean this one."""
+        return False
+
+    @classmethod
+    def seen_in(cls, header: Header) -> bool:
+        """Whether the usual columns of this task are in a table of which nothing was said."""
+        return False
+
+    @classmethod
+    def find_columns(cls, named: Mapping[str, Any], header: Header) -> dict[str, Any]:
+        """The label columns by setting: those that were named, else the only ones with a usual name."""
+        return {key: named.get(key) or header.only(key, names) for key, names in cls.usual.items()}
+
+    @classmethod
+    def class_names(cls, frame: pd.DataFrame, columns: Any, where: Path) -> tuple[str, ...]:
+        """Classes in a column, for the first draft of a YAML; empty for tasks without classes."""
+        return ()
+
+    @classmethod
+    @abstractmethod
+    def read(cls, frame: pd.DataFrame, columns: Any, *, classes: Sequence[str] | None, where: Path) -> Labels:
+        """Cells (text, or missing) to numbers. ``columns`` has an attribute per setting; what cannot be read is refused with its row."""
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
+        """How the columns were read, to confirm by eye. ``frame`` is the tidy table: slide, case, labels."""
+
+    # A cohort of this task -------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def strata(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> dict[str, str]:
+        """What each patient is stratified by in a split."""
+
+    @classmethod
+    def tally(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> dict[str, Any]:
+        """Counts of labels as plain values, for `check`."""
+        return {}
+
+    @classmethod
+    def tally_lines(cls, tally: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Title and text of what a person should see of the `tally` beyond `describe`."""
+        yield from ()
+
+    @classmethod
+    def scarce(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> Iterator[Note]:
+        """Too little of something to learn or to measure it."""
+        yield from ()
+
+    @classmethod
+    def lacks(cls, frame: pd.DataFrame, classes: tuple[str, ...], part: str) -> Iterator[Note]:
+        """What the slides of one part of a split (train, val, test) lack."""
+        yield from ()
+
+    # A task of its own -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def fit(cls, training: pd.DataFrame, classes: tuple[str, ...] = (), metric: str | None = None) -> Self:
+        """The task of a cohort; what must be learnt from data (time bins) comes from the ``training`` rows alone."""
+
+    @abstractmethod
+    def card(self) -> dict[str, Any]:
+        """The task in a model's card, ``name`` aside; `from_card` reads it."""
+
+    @classmethod
+    @abstractmethod
+    def from_card(cls, card: Mapping[str, Any]) -> Self:
+        """The task that a model's card describes."""
 
     @property
+    @abstractmethod
     def num_outputs(self) -> int:
         """K, the width of the model's head."""
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the outputs are, in words."""
+        return (f"{self.num_outputs} outputs",)
+
+    @property
+    @abstractmethod
     def truth(self) -> tuple[str, ...]:
         """Columns of the label table, and of a predictions table of labelled slides, that hold the truth."""
 
     @property
     def select(self) -> str:
         """The metric that selects; higher is better. See `selection_score`."""
+        return self.selects[0]
 
-    @property
-    def calibrates(self) -> bool:
-        """Whether logits may be divided by a fitted temperature before `predict`."""
-
+    @abstractmethod
     def encode(self, table: pd.DataFrame) -> Tensor:
         """Targets of the table's rows, (B, ...); row b is the target of one bag."""
 
+    @abstractmethod
     def answers(self, table: pd.DataFrame) -> Columns:
         """The truth columns of the table's rows as a person reads them, for a predictions table."""
 
+    @abstractmethod
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean loss of (B, K) logits and (B, ...) targets; one bag may come without its batch dimension."""
 
+    @abstractmethod
     def predict(self, logits: Tensor) -> Columns:
         """Prediction columns of (B, K) logits."""
 
+    @abstractmethod
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
-        """One row a case from a predictions table with one row a slide."""
+        """One row per case from a predictions table with one row per slide."""
 
+    @abstractmethod
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
         """Every metric of a labelled predictions table; not a number where it is not defined."""
+
+    # A finished model on other slides --------------------------------------------------------------------------------
+
+    @classmethod
+    def metrics_of(cls, predictions: pd.DataFrame) -> Metrics | None:
+        """The metrics that a table of test predictions gives by itself; None where its columns are of another task."""
+        return None
+
+    def training_facts(self, cases: pd.DataFrame) -> dict[str, Any]:
+        """What the card keeps of the predictions of the training cases; asked for only where ``judges_training``."""
+        return {}
+
+    @classmethod
+    def member_numbers(cls, tasks: Sequence[Task], logits: Sequence[Tensor]) -> list[Columns]:
+        """Per member of an ensemble its numbers under common names, (B,) each; their mean is the ensemble's answer."""
+        columns = [task.predict(one) for task, one in zip(tasks, logits, strict=True)]
+        return [
+            {name: value.astype(float) for name, value in one.items() if value.dtype.kind in "fiu"} for one in columns
+        ]
+
+    def decided(self, averaged: pd.DataFrame) -> pd.DataFrame:
+        """The averaged numbers with what follows from them (the likeliest class) in front."""
+        return averaged
+
+    def summary(self, predictions: pd.DataFrame) -> list[str]:
+        """What a table of predictions says at a glance."""
+        return []
+
+    def matched(
+        self, frame: pd.DataFrame, classes: tuple[str, ...], *, where: str
+    ) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+        """The labels of another cohort in this task's terms, and what to know about them; what the model cannot say is refused."""
+        return frame, ()
+
+    def examine(self, cases: pd.DataFrame, card: Mapping[str, Any]) -> Findings | None:
+        """What evaluated cases show besides metrics, e.g. risk groups."""
+        return None
+
+    @classmethod
+    def checked_metric(cls, metric: str | None) -> str:
+        """The metric that selects; one that cannot is refused."""
+        if metric is None or metric in cls.selects:
+            return metric or cls.selects[0]
+        raise UserError(
+            f"metric: {metric!r} cannot select for {cls.name}; expected {' or '.join(map(repr, cls.selects))}."
+        )
 
 
 def selection_score(task: Task, metrics: Mapping[str, float], loss: float) -> float:
@@ -78,8 +290,8 @@ def mean_by_case(slides: pd.DataFrame, truth: Sequence[str], averaged: Sequence[
         mixed = groups[name].nunique(dropna=False)
         if (mixed > 1).any():
             raise UserError(
-                f"case {mixed.idxmax()!r}: its slides differ in {name!r}, so a score per case has no single truth. "
-                "Correct the table, or set `score: slide`."
+                f"case {mixed.idxmax()!r}: its slides differ in {name!r}, so a score per case has no single truth",
+                cure="Correct the table, or set `score: slide`.",
             )
     means = groups[list(averaged)].mean()
     means.insert(0, "slides", groups.size())
@@ -88,8 +300,55 @@ def mean_by_case(slides: pd.DataFrame, truth: Sequence[str], averaged: Sequence[
     return means.reset_index()
 
 
+def first_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The first row of each patient, indexed and sorted by patient."""
+    return frame.drop_duplicates("case").set_index("case").sort_index()
+
+
+def rare(counts: Mapping[str, int]) -> Iterator[Note]:
+    """A warning of classes with few slides."""
+    if few := [f"{name} {count}" for name, count in counts.items() if count < SCARCE]:
+        yield scarce_note("rare_class", f"fewer than {SCARCE} slides of a class: {', '.join(few)}", "slides")
+
+
+def scarce_note(kind: str, what: str, more: str) -> Note:
+    """A warning that there is too little of something."""
+    cure = f"Add {more}; otherwise read differences between models with great care."
+    return Note("warning", kind, what, ("table",), cure)
+
+
+def read_flags(cells: pd.Series[Any], where: Path) -> pd.Series[Any]:
+    """A yes/no label as 1 / 0, missing where empty."""
+    words = cells.map(lambda cell: cell.casefold(), na_action="ignore")
+    refuse_unreadable(cells, words.notna() & ~words.isin(list(FLAGS)), where, "0, 1, yes/no, true/false")
+    return words.map(FLAGS).astype(float)
+
+
+def read_numbers(cells: pd.Series[Any], where: Path) -> pd.Series[Any]:
+    """Numbers, missing where a cell is empty."""
+    import pandas as pd
+
+    numbers = pd.to_numeric(cells, errors="coerce").astype(float)
+    wrong = cells.notna() & (numbers.isna() | numbers.isin([float("inf"), float("-inf")]))
+    refuse_unreadable(cells, wrong, where, "a number (a decimal point, no unit)")
+    return numbers
+
+
+def refuse_unreadable(cells: pd.Series[Any], wrong: pd.Series[bool], where: Path, expected: str) -> None:
+    """Raise for cells that cannot be read, with the first few rows."""
+    if wrong.any():
+        rows = "; ".join(f"row {row}: {cells[row]!r}" for row in cells.index[wrong][:5])
+        raise UserError(
+            f"column {cells.name!r} holds {int(wrong.sum())} values that cannot be read ({rows}). Expected {expected}",
+            where=where,
+            cure="Correct the cells, or name another column in the config.",
+        )
+
+
 def full_precision(logits: Tensor) -> Tensor:
     """Half precision to single; double stays. Losses are never computed in less."""
+    import torch
+
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

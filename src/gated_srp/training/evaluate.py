@@ -18,15 +18,14 @@ from gated_srp.data.files.encoders import canonical
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
-from gated_srp.tasks import Classification, Multilabel, Survival, Task
-from gated_srp.tasks.survival_metrics import FollowUp, RiskGroups, risk_groups
+from gated_srp.tasks import Task
+from gated_srp.tasks.task import Findings
 from gated_srp.training.folder import defined
 from gated_srp.training.inputs import Level
 from gated_srp.training.predict import Progress, no_progress, run_models
 from gated_srp.training.trained import Member
 
 LEVEL = 0.05
-_SCALE = 5.0  # times the training follow-up from which on the unit of time is doubted
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +42,7 @@ class Evaluation:
     notes: tuple[str, ...]
     repeats: int
     seed: int
-    groups: RiskGroups | None = None  # survival: cases above and not above the training median risk
+    findings: Findings | None = None  # what the task says besides: risk groups of survival
 
     @property
     def patients(self) -> int:
@@ -67,13 +66,8 @@ class Evaluation:
             "metrics": self.metrics.set_index("metric").to_dict("index"),
             "notes": list(self.notes),
         }
-        if self.groups is not None:
-            found["risk_groups"] = {
-                "threshold": card["median_risk"],
-                "cases": {group: int((self.cases["risk_group"] == group).sum()) for group in ("low", "high")},
-                "log_rank_statistic": self.groups.statistic,
-                "log_rank_p": self.groups.p_value,
-            }
+        if self.findings is not None:
+            found |= self.findings.facts
         return dict(defined(found))
 
     def write(self, folder: str | Path) -> list[Path]:
@@ -85,8 +79,8 @@ class Evaluation:
             "predictions_case": self.cases,
             "skipped": self.skipped,
         }
-        if self.groups is not None:
-            tables["kaplan_meier"] = self.groups.curves
+        if self.findings is not None:
+            tables |= self.findings.tables
         paths = []
         for name, table in tables.items():
             paths.append(folder / f"{name}.csv")
@@ -132,14 +126,13 @@ def evaluate_run(
     cases = _by_case(member.task, predicted, needed=level == "case")
     scored = predicted if level == "slide" else cases
     metrics = bootstrap(scored, member.task.metrics, repeats=repeats, seed=seed)
-    groups = None
-    if isinstance(member.task, Survival) and member.card.get("median_risk") is not None:
-        threshold = float(member.card["median_risk"])
-        cases["risk_group"] = np.where(cases["risk"] > threshold, "high", "low")
-        risk = cases["risk"].to_numpy(np.float64)
-        groups = risk_groups(risk, FollowUp.of(cases["time"], cases["event"]), threshold)
+    findings = member.task.examine(cases, member.card)
+    if findings is not None:
+        cases = cases.assign(**findings.columns)
     said = (*data.notes, *notes, *found.notes, *_cautions(member, predicted))
-    return Evaluation(member, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, groups)
+    return Evaluation(
+        member, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, findings
+    )
 
 
 def bootstrap(
@@ -197,35 +190,10 @@ def _fitting_config(member: Member, config: CohortConfig) -> CohortConfig:
 
 def _labelled(data: CohortData, task: Task) -> tuple[pd.DataFrame, list[str]]:
     """Slides with a file, their labels in the model's terms, and what to know about them."""
-    frame, names = data.table.frame, data.table.classes
+    frame = data.table.frame
     frame = frame.assign(file=frame["slide"].map(data.matches.found)).dropna(subset="file").reset_index(drop=True)
-    if isinstance(task, Survival):
-        return frame, _unit_doubt(frame, task)
-    known = task.classes if isinstance(task, Classification) else task.truth
-    listed = f"the model knows {', '.join(known)}"
-    if isinstance(task, Multilabel):
-        if absent := [name for name in known if name not in names]:
-            raise UserError(f"{data.config.name}: no label {', '.join(absent)} in `target`; {listed}. Name them all.")
-        more = [name for name in names if name not in known]
-        return frame, [f"labels that the model does not know are left out: {', '.join(more)}"] if more else []
-    frame["label"] = [names[number] for number in frame["label"]]
-    if strange := sorted(set(frame["label"]) - set(known)):
-        raise UserError(
-            f"{data.config.name}: class {', '.join(strange)} in the table, but {listed}. "
-            "Rename them in the table, or list the classes to keep in `classes`."
-        )
-    absent = [name for name in known if name not in set(frame["label"])]
-    note = f"no slide of class {', '.join(absent)} here: macro F1 counts it as 0, and macro AUC is not defined"
-    return frame, [note] if absent else []
-
-
-def _unit_doubt(frame: pd.DataFrame, task: Survival) -> list[str]:
-    if task.training is None:
-        return []
-    here, there = float(frame["time"].median()), float(np.median(task.training.time))
-    if 1 / _SCALE < here / there < _SCALE:
-        return []
-    return [f"warning: the median time is {here:g} here and was {there:g} in training. Are both in the same unit?"]
+    frame, notes = task.matched(frame, data.table.classes, where=data.config.name)
+    return frame, [f"warning: {note}" if note.level == "warning" else str(note) for note in notes]
 
 
 def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:

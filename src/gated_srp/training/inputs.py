@@ -14,9 +14,8 @@ from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cohort import CohortData, open_cohort
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits.rules import Split
-from gated_srp.data.tables.table import Table
 from gated_srp.errors import UserError
-from gated_srp.tasks import Classification, Multilabel, Survival, Task
+from gated_srp.tasks import Task
 
 Level = Literal["slide", "case"]
 
@@ -71,7 +70,7 @@ def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
     split = data.split(seed, fold)
     slides = data.with_parts(split)
     _check_parts(slides, split, data)
-    task = make_task(data.table, slides[slides["part"] == "train"], config.metric)
+    task = data.table.kind.fit(slides[slides["part"] == "train"], data.table.classes, config.metric)
     bags = SlideDataset.of(config, slides, task.encode(slides))
     material = Material(slides, split, task, bags, config.score, (*data.notes, *split.notes))
     if config.score == "case" and material.mixed_truth(slides):
@@ -80,20 +79,6 @@ def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
             "Set `score: slide`, or correct the table."
         )
     return material
-
-
-def make_task(table: Table, training: pd.DataFrame, metric: str) -> Task:
-    """The task of a table; what it must learn from data (time bins) comes from the ``training`` rows alone."""
-    task: Task
-    if table.task == "survival":
-        task = Survival.fit(training)
-    elif table.task == "multilabel":
-        task = Multilabel(table.classes)
-    else:
-        return Classification(table.classes, select=metric)
-    if metric != task.select:
-        raise UserError(f"metric: {metric!r} cannot select for {table.task}; expected {task.select!r}.")
-    return task
 
 
 def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:

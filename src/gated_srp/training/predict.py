@@ -26,6 +26,7 @@ from gated_srp.data.tables.matching import slide_stem
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import SlideModel
+from gated_srp.tasks import Task
 from gated_srp.training.answers import combined
 from gated_srp.training.domain import slide_mean
 from gated_srp.training.loop import blaming
@@ -64,6 +65,7 @@ class Predictions:
     table: pd.DataFrame
     skipped: pd.DataFrame  # slide, file, problem
     notes: tuple[str, ...]
+    task: Task
 
     def write(self, path: str | Path) -> list[Path]:
         """The table, and beside it NAME_skipped.csv if a slide was skipped; gives the files that were written."""
@@ -99,7 +101,7 @@ def predict_files(
     answers = combined(members, found.logits)
     about = found.slides.drop(columns="case")
     table = pd.concat([about[["slide", "file", "patches"]], answers, about.iloc[:, 3:]], axis=1)
-    return Predictions(table, found.skipped, found.notes)
+    return Predictions(table, found.skipped, found.notes, members[0].task)
 
 
 def feature_files(place: str | Path, encoder: str | None) -> list[Path]:

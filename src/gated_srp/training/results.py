@@ -15,7 +15,7 @@ from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import UserError
 from gated_srp.models import save_model
-from gated_srp.tasks import Classification, Multilabel, Survival, Task, fit_temperature, selection_score
+from gated_srp.tasks import Task, fit_temperature, selection_score
 from gated_srp.training.domain import FeatureStatistics, evenly, slide_mean
 from gated_srp.training.folder import RunFolder
 from gated_srp.training.inputs import Material
@@ -92,35 +92,6 @@ def write_results(run: RunFolder, results: Results, training: Training, about: M
     )
 
 
-def describe_task(task: Task) -> dict[str, Any]:
-    """The task in a model's card; `task_of` reads it."""
-    if isinstance(task, Survival):
-        seen = task.training
-        follow_up = None if seen is None else {"time": seen.time.tolist(), "event": seen.event.astype(int).tolist()}
-        return {"task": "survival", "bin_edges": list(task.edges), "follow_up": follow_up}
-    if isinstance(task, Multilabel):
-        return {"task": "multilabel", "classes": list(task.labels)}
-    assert isinstance(task, Classification)
-    return {"task": "classification", "classes": list(task.classes)}
-
-
-def task_of(card: Mapping[str, Any]) -> Task:
-    """The task that a model's card describes."""
-    from gated_srp.tasks.survival_metrics import FollowUp
-
-    kind = card.get("task")
-    if kind == "survival":
-        seen = card.get("follow_up")
-        return Survival(tuple(card["bin_edges"]), None if seen is None else FollowUp.of(seen["time"], seen["event"]))
-    if kind == "multilabel":
-        return Multilabel(tuple(card["classes"]))
-    if kind == "classification":
-        return Classification(tuple(card["classes"]), select=card.get("select", "macro_f1"))
-    raise UserError(
-        "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names."
-    )
-
-
 def describe_bags(settings: Preparation) -> dict[str, Any]:
     """What a model's card says of how its bags are made."""
     images = {} if settings.images is None else {"images": asdict(settings.images)}
@@ -133,12 +104,12 @@ def _metrics(task: Task, table: pd.DataFrame) -> dict[str, float] | None:
 
 
 def _training_facts(training: Training, material: Material, watch: Watch) -> dict[str, Any]:
-    """Feature statistics, strides and encoder of training slides; for survival their median risk, which splits the curves."""
+    """Feature statistics, strides and encoder of training slides, and what the task keeps of its predictions on them."""
     rows = material.rows("train")
     facts = _look_at(training.loader, evenly(rows))
-    if isinstance(material.task, Survival):
+    if material.task.judges_training:
         logits = _logits(training, rows, watch)
-        facts["median_risk"] = float(material.by_case(material.predictions(rows, logits))["risk"].median())
+        facts |= material.task.training_facts(material.by_case(material.predictions(rows, logits)))
     return facts
 
 

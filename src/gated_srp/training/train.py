@@ -24,7 +24,7 @@ from gated_srp.training.folder import RunFolder, settings_of
 from gated_srp.training.inputs import Material, gather
 from gated_srp.training.loop import Training, fit
 from gated_srp.training.progress import Report
-from gated_srp.training.results import describe_bags, describe_task, evaluate, read_results, write_results
+from gated_srp.training.results import describe_bags, evaluate, read_results, write_results
 from gated_srp.training.start import (
     accelerator,
     choose_precision,
@@ -197,7 +197,7 @@ def _prepare(
         seed=job.seed,
         **job.config.sizes(job.arm),
     )
-    if reason := model.refuses.get(type(material.task).__name__.lower()):
+    if reason := model.refuses.get(material.task.name):
         raise UserError(f"arm {job.arm!r} is not made for this task: {reason}")
     _refuse_other_input(job, model)
     model.checkpointing = train.checkpointing
@@ -265,7 +265,8 @@ def _about(job: Job, material: Material, precision: str) -> dict[str, Any]:
         "arm": job.arm,
         "seed": job.seed,
         "fold": job.fold,
-        **describe_task(material.task),
+        "task": material.task.name,
+        **material.task.card(),
         "select": material.task.select,
         "score": material.score,
         **describe_bags(material.bags.settings),

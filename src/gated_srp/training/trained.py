@@ -20,9 +20,8 @@ from gated_srp.data.loader import SlideBag, SlideDataset
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import UserError
 from gated_srp.models import SlideModel, load_card, load_model, model_file
-from gated_srp.tasks import Task
+from gated_srp.tasks import Task, task_from_card
 from gated_srp.training.domain import FeatureStatistics
-from gated_srp.training.results import task_of
 
 _SAME = 0.1  # relative difference of two strides that are one: scanners of one magnification differ by some per cent
 
@@ -41,7 +40,7 @@ class Member:
         run = Path(run)
         card = load_card(model_file(run))
         try:
-            return cls(run, card, task_of(card))
+            return cls(run, card, task_from_card(card))
         except UserError as error:
             raise UserError(f"{run}: {error}") from None
 
@@ -75,7 +74,7 @@ class Member:
 
     def __str__(self) -> str:
         """What it predicts and from what, in one line."""
-        names = self.card.get("classes") or [f"{len(self.card['bin_edges']) + 1} time bins"]
+        names = self.task.outputs
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         strides = ", ".join(f"{entry['value']:g} {entry['unit']}" for entry in self.card.get("stride", [])[:4])
         apart = f", patches {strides} apart" if strides else ""

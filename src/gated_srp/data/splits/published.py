@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from gated_srp.data.splits.balance import balanced_parts, validation_part
-from gated_srp.data.splits.rules import Split, hold_out, survival_hold_out, survival_strata
+from gated_srp.data.splits.rules import Split, case_groups, dealt_hold_out, hold_out
 from gated_srp.data.tables.table import Table
 from gated_srp.errors import UserError
 
@@ -34,7 +34,7 @@ def by_provider_and_grade(table: Table, seed: int) -> Split:
 
 def by_event_and_time(table: Table, seed: int) -> Split:
     """TCGA: patients, grouped by event and quarter of the time."""
-    return Split("case_id", survival_hold_out(survival_strata(table.cases), seed), f"published rule, seed {seed}")
+    return Split("case_id", dealt_hold_out(case_groups(table), seed), f"published rule, seed {seed}")
 
 
 def by_label_vector(table: Table, seed: int) -> Split:

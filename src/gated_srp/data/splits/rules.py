@@ -92,23 +92,12 @@ def hold_out(groups: Mapping[str, Hashable], seed: int) -> dict[str, str]:
     return parts
 
 
-def survival_hold_out(strata: Mapping[str, str], seed: int) -> dict[str, str]:
+def dealt_hold_out(strata: Mapping[str, str], seed: int) -> dict[str, str]:
     """Each stratum dealt round-robin into five parts, the first tests; the rest into eight, the first validates."""
     test = _dealt_first(strata, 5, seed)
     rest = {case: stratum for case, stratum in strata.items() if case not in test}
     val = _dealt_first(rest, 8, seed * 1000 + 17)
     return {case: "test" if case in test else "val" if case in val else "train" for case in strata}
-
-
-def survival_strata(cases: pd.DataFrame) -> dict[str, str]:
-    """Event and quarter of the time, by patient; the event alone where that leaves fewer than five in a stratum."""
-    times = cases["time"].to_numpy(float)
-    edges = np.unique(np.quantile(times, [0.25, 0.5, 0.75]))
-    quarter = np.searchsorted(edges, times, side="right")
-    fine = {case: f"event{e}_time{q}" for case, e, q in zip(cases.index, cases["event"], quarter, strict=True)}
-    if min(Counter(fine.values()).values()) >= 5:
-        return fine
-    return {case: f"event{e}" for case, e in zip(cases.index, cases["event"], strict=True)}
 
 
 def shuffled_strata(groups: Mapping[str, Hashable], rng: np.random.Generator) -> list[list[str]]:
@@ -134,24 +123,14 @@ def _tenth(rest: int) -> int:
 
 
 def case_groups(table: Table) -> dict[str, str]:
-    """What a patient is stratified by: the class of most slides (ties to the higher), or event and time.
-
-    With several labels: the patient's rarest one, so that rare labels are spread first.
-    """
-    if table.task == "survival":
-        return survival_strata(table.cases)
-    if table.task == "classification":
-        tally = table.frame.groupby(["case", "label"]).size().reset_index(name="n").sort_values(["case", "n", "label"])
-        return {str(case): str(label) for case, label in tally.groupby("case")["label"].last().items()}
-    positives = table.frame.groupby("case")[list(table.classes)].max()
-    rarest = sorted(table.classes, key=lambda name: (positives[name].sum(), name))
-    return {str(case): next((name for name in rarest if row[name]), "none") for case, row in positives.iterrows()}
+    """What a patient is stratified by; the task knows."""
+    return table.kind.strata(table.frame, table.classes)
 
 
 def own_split(table: Table, seed: int) -> Split:
     """The published rule on the user's patients."""
-    rule = survival_hold_out if table.task == "survival" else hold_out
-    return _by_case(rule(case_groups(table), seed), f"hold-out by patient, seed {seed}")
+    rules = {"shuffled": hold_out, "dealt": dealt_hold_out}
+    return _by_case(rules[table.kind.hold_out](case_groups(table), seed), f"hold-out by patient, seed {seed}")
 
 
 def k_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:

@@ -3,16 +3,16 @@
 Doubt is an error, not a guess.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from gated_srp.data.tables.read import listed, pick_column, usual_columns
 from gated_srp.errors import UserError
-
-Task = Literal["classification", "survival", "multilabel"]
+from gated_srp.tasks import TASKS, Task, find_task, named_task
 
 # In the order of preference, as tablefile.plain() writes them.
 USUAL: dict[str, tuple[str, ...]] = {
@@ -25,19 +25,12 @@ USUAL: dict[str, tuple[str, ...]] = {
         *("case", "subject_id", "bcr_patient_barcode"),
     ),
     "site": ("site", "center", "centre", "institution", "hospital", "data_provider", "tissue_source_site"),
-    "target": ("label", "target"),
-    "time": (
-        *("time", "time_days", "survival_months", "survival_days", "survival_time"),
-        *("os_survival_days", "os_time", "os_days", "os_months"),
-    ),
-    "event": ("event", "status", "os", "vital_status", "os_status", "os_event"),
-    "censorship": ("censorship", "os_censorship", "censored"),
-}
+}  # of ids; those of labels belong to the task: `Task.usual`
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column holds what; None: found by its usual name. Several targets: one 0/1 column a label."""
+    """Which column holds what; None: found by its usual name. Several targets: one 0/1 column per label."""
 
     slide: str | None = None
     case: str | None = None
@@ -48,9 +41,33 @@ class Columns:
     site: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Header:
+    """The columns of a table, as a task looks for its own among them."""
+
+    frame: pd.DataFrame
+    where: Path
+
+    def usual(self, names: Collection[str]) -> list[str]:
+        """Columns with one of these usual names."""
+        return usual_columns(self.frame, names)
+
+    def only(self, key: str, names: Collection[str]) -> str:
+        """The one column with a usual name; none or several is an error that asks for the setting ``key``."""
+        found = self.usual(names)
+        if len(found) == 1:
+            return found[0]
+        seen = f"several columns could be the {key} ({', '.join(found)})" if found else f"no usual {key} column"
+        raise self.error(seen, f"Name it with `{key}` in the config.")
+
+    def error(self, what: str, cure: str) -> UserError:
+        """An error that names the table and lists its columns."""
+        return UserError(what, where=self.where, cure=f"{cure} {listed(self.frame)}".strip())
+
+
 def resolve_columns(
-    frame: pd.DataFrame, columns: Columns, task: Task | None, where: Path
-) -> tuple[Columns, Task, tuple[str, ...]]:
+    frame: pd.DataFrame, columns: Columns, task: str | None, where: Path
+) -> tuple[Columns, str, tuple[str, ...]]:
     """Every column by its name in the file, the task that these columns allow, and notes to print."""
     named: dict[str, Any] = {}
     for key, value in vars(columns).items():
@@ -59,21 +76,14 @@ def resolve_columns(
         elif value is not None:
             named[key] = pick_column(frame, value, where)
     notes = []
-    for key in ("slide", "case", "site"):
+    for key in USUAL:
         found = [name for name in usual_columns(frame, USUAL[key]) if name not in named.values()]
         if key not in named and found:
             named[key] = found[0]
             notes += _others(frame, key, found, where)
-    task = task or _only_task(frame, columns, where)
-    if task == "multilabel" and not isinstance(named.get("target"), tuple):
-        raise UserError(f"{where}: a multilabel task needs its label columns: list them as `target`. {listed(frame)}")
-    if task == "classification" and "target" not in named:
-        named["target"] = _only(frame, "target", where)
-    if task == "survival":
-        if "time" not in named:
-            named["time"] = _only(frame, "time", where)
-        named |= _status(frame, named, where)
-    return Columns(**named), task, tuple(notes)
+    header = Header(frame, where)
+    kind = find_task(task) if task else _only_task(columns, header)
+    return Columns(**named | kind.find_columns(named, header)), kind.name, tuple(notes)
 
 
 def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> list[str]:
@@ -91,45 +101,12 @@ def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> lis
     return [f"{key}: column {first!r} (also seen: {', '.join(found[1:])})"] if len(found) > 1 else []
 
 
-def _only_task(frame: pd.DataFrame, columns: Columns, where: Path) -> Task:
-    survival = columns.time or columns.event or columns.censorship
-    if columns.target is not None and not survival:
-        return "multilabel" if isinstance(columns.target, tuple) else "classification"
-    if survival and columns.target is None:
-        return "survival"
-    has_label = bool(usual_columns(frame, USUAL["target"]))
-    has_status = bool(usual_columns(frame, USUAL["event"] + USUAL["censorship"]))
-    has_survival = has_status and bool(usual_columns(frame, USUAL["time"]))
-    if has_label == has_survival or columns.target is not None:
-        seen = "columns for classes and for survival" if has_label else "no usual label column"
-        raise UserError(
-            f"{where}: {seen}. Set `task`, and name `target`, or `time` with `event` or `censorship`. {listed(frame)}"
-        )
-    return "classification" if has_label else "survival"
-
-
-def _only(frame: pd.DataFrame, key: str, where: Path) -> str:
-    found = usual_columns(frame, USUAL[key])
-    if len(found) != 1:
-        seen = f"several columns could be the {key} ({', '.join(found)})" if found else f"no usual {key} column"
-        raise UserError(f"{where}: {seen}. Name it with `{key}` in the config. {listed(frame)}")
-    return found[0]
-
-
-def _status(frame: pd.DataFrame, named: dict[str, Any], where: Path) -> dict[str, str]:
-    keys = ["event", "censorship"]
-    given = {key: named[key] for key in keys if key in named}
-    if len(given) == 2:
-        raise UserError(f"{where}: `event` and `censorship` say the opposite of each other; name one of them.")
-    if given:
-        return given
-    found = [(key, name) for key in keys for name in usual_columns(frame, USUAL[key])]
-    if len(found) != 1:
-        seen = (
-            f"several columns ({', '.join(name for _, name in found)}) could say" if found else "no usual column says"
-        )
-        raise UserError(
-            f"{where}: {seen} whether the event was seen. Name one in the config: `event` (1 = event) "
-            f"or `censorship` (1 = censored). {listed(frame)}"
-        )
-    return dict(found)
+def _only_task(columns: Columns, header: Header) -> type[Task]:
+    """The task that the named columns mean; where none is named, the only one whose usual columns are there."""
+    if kind := named_task(vars(columns)):
+        return kind
+    seen = [kind for kind in TASKS.values() if kind.seen_in(header)]
+    if len(seen) == 1 and columns.target is None:
+        return seen[0]
+    what = f"columns for {' and for '.join(kind.subject for kind in seen)}" if seen else "no usual label column"
+    raise header.error(what, "Set `task`, and name `target`, or `time` with `event` or `censorship`.")

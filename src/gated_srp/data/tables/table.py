@@ -9,40 +9,46 @@ from pathlib import Path
 
 import pandas as pd
 
-from gated_srp.data.tables.columns import Columns, Task, resolve_columns
+from gated_srp.data.tables.columns import Columns, resolve_columns
 from gated_srp.data.tables.read import read_frame
 from gated_srp.data.tables.rows import Log, fill_cases, fill_slides, join_ids, read_ids
-from gated_srp.data.tables.targets import describe_survival, read_classes, read_events, read_flags, read_times
 from gated_srp.errors import UserError
+from gated_srp.tasks import Task, find_task
+from gated_srp.tasks.task import first_rows
 
-__all__ = ["Columns", "Table", "Task", "read_table"]
+__all__ = ["Columns", "Table", "read_table"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """One row a slide. Columns of ``frame``: slide, case, the label, and site if it is known.
+    """One row per slide. Columns of ``frame``: slide, case, the label, and site if it is known.
 
-    The label is ``label`` (number of the class in ``classes``), or ``time`` and ``event``, or one 0/1 column a label.
+    The label is ``label`` (number of the class in ``classes``), or ``time`` and ``event``, or one 0/1 column per label.
     ``dropped`` names each row left out and why; ``notes`` say how the file was read.
     """
 
     frame: pd.DataFrame
-    task: Task
+    task: str  # its name, see `gated_srp.tasks`
     classes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
+    def kind(self) -> type[Task]:
+        """The kind of task, which knows what its labels mean."""
+        return find_task(self.task)
+
+    @property
     def cases(self) -> pd.DataFrame:
         """The first row of each patient, indexed and sorted by patient."""
-        return self.frame.drop_duplicates("case").set_index("case").sort_index()
+        return first_rows(self.frame)
 
 
 def read_table(
     path: str | Path,
     columns: Columns = Columns(),  # noqa: B008 - frozen
     *,
-    task: Task | None = None,
+    task: str | None = None,
     classes: Sequence[str] | None = None,
     sheet: str | None = None,
     slide_table: str | Path | None = None,
@@ -64,7 +70,7 @@ def tidy_table(
     columns: Columns,
     *,
     where: Path,
-    task: Task | None = None,
+    task: str | None = None,
     classes: Sequence[str] | None = None,
     slide_table: str | Path | None = None,
     files: Iterable[str | Path] | None = None,
@@ -74,51 +80,33 @@ def tidy_table(
     log = Log(where, list(notes))
     columns, task, found = resolve_columns(frame, columns, task, where)
     log.notes += found
-    labels, order = _labels(frame, columns, task, classes=classes, where=where)
+    kind = find_task(task)
+    labels = kind.read(frame, columns, classes=classes, where=where)
+    names = list(labels.frame.columns)
     files = None if files is None else list(files)
     ids = (
         read_ids(frame, columns, log, files or ())
         if slide_table is None
         else join_ids(frame, columns, Path(slide_table), log)
     )
-    rows = fill_cases(fill_slides(ids, files, log), log).join(labels, on="row")
-    if task == "classification":
-        named = frame[str(columns.target)].notna().reindex(rows["row"]).to_numpy()
-        rows = log.drop(rows, rows["label"].isna() & named, "its label is none of `classes`")
-    for name in labels:
+    rows = fill_cases(fill_slides(ids, files, log), log).join(labels.frame, on="row")
+    for unusable, reason in labels.dropped:
+        rows = log.drop(rows, rows["row"].map(unusable).astype(bool), reason)
+    for name in names:
         rows = log.drop(rows, rows[name].isna(), f"no {name}")
-    if task == "survival":
-        rows = log.drop(rows, rows["time"] <= 0, "its time is not positive")
-    rows = _unique(rows, list(labels.columns), by_case=task == "survival", log=log)
+    rows = _unique(rows, names, by_case=kind.one_truth_per_case, log=log)
     if rows.empty:
         raise UserError(f"{where}: no usable row is left. {'; '.join(log.notes)}")
-    whole = [name for name in labels if name != "time"]
-    rows = rows.astype(dict.fromkeys(whole, "int64"))[["slide", "case", *labels, *(["site"] if "site" in rows else [])]]
-    table = Table(rows.reset_index(drop=True), task, order)
-    return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *_readings(table, columns)))
-
-
-def _labels(
-    frame: pd.DataFrame, columns: Columns, task: Task, *, classes: Sequence[str] | None, where: Path
-) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The numbers to learn, by row of the file, and the names of classes."""
-    if task == "classification":
-        codes, order = read_classes(frame[str(columns.target)], classes, where)
-        return pd.DataFrame({"label": codes}), order
-    if task == "multilabel":
-        names = tuple(columns.target or ())
-        clash = {"slide", "case", "site", "row"} & set(names)
-        if clash:
-            raise UserError(f"{where}: a label may not be called {clash.pop()!r}; rename the column.")
-        return pd.DataFrame({name: read_flags(frame[name], where) for name in names}), names
-    times = read_times(frame[str(columns.time)], where)
-    status = frame[str(columns.censorship or columns.event)]
-    events = read_events(status, where, censorship=columns.censorship is not None)
-    return pd.DataFrame({"time": times, "event": events}), ()
+    whole = [name for name in names if name not in kind.real]
+    rows = rows.astype(dict.fromkeys(whole, "int64"))[["slide", "case", *names, *(["site"] if "site" in rows else [])]]
+    table = Table(rows.reset_index(drop=True), kind.name, labels.classes)
+    readings = kind.describe(table.frame, labels.classes, columns)
+    said = [f"warning: {n.what}; {n.cure.lower().rstrip('.')}" if n.level == "warning" else n.what for n in readings]
+    return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *said))
 
 
 def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: Log) -> pd.DataFrame:
-    """One row a slide; a slide (in survival also a patient) that says two things is refused."""
+    """One row per slide; a slide (or, where the task wants it, a patient) that says two things is refused."""
     for key, facts in (("slide", ["case", *labels]), ("case", labels if by_case else [])):
         distinct = rows.drop_duplicates([key, *facts])
         torn = distinct.loc[distinct[key].duplicated(), key].unique()
@@ -129,16 +117,3 @@ def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: Log) -
     if repeated.any():
         log.notes.append(f"{int(repeated.sum())} rows repeat a slide with the same label; each slide is taken once")
     return rows[~repeated]
-
-
-def _readings(table: Table, columns: Columns) -> list[str]:
-    """What the columns were taken to mean, in words."""
-    if table.task == "survival":
-        status = columns.censorship or columns.event or ""
-        return [describe_survival(table.cases, columns.time or "", status, censorship=columns.censorship is not None)]
-    if table.task == "multilabel":
-        return ["labels: " + ", ".join(f"{name} {table.frame[name].sum()}" for name in table.classes)]
-    tally = table.frame["label"].value_counts()
-    balance = ", ".join(f"{name} {tally.get(i, 0)}" for i, name in enumerate(table.classes))
-    alone = ["warning: only one class; nothing can be learnt from it"] if len(tally) == 1 else []
-    return [f"{columns.target}: {balance} (slides by class)", *alone]
