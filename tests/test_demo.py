@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gated_srp import demo
-from gated_srp.checks.check import check_cohort
+from gated_srp.checks.check import check
 from gated_srp.cli import app
 from gated_srp.data import Preparation, load_config, open_cohort, prepare, read_bag
 from gated_srp.demo import Recipe, generate, heatmap_slide, make_slide, steps
@@ -38,8 +38,8 @@ def test_the_label_is_whether_a_slide_has_foci(home):
 def test_both_tables_pass_the_check_without_a_remark_on_the_data(home):
     for name, task in (("cohort", "classification"), ("survival", "survival")):
         config = load_config(home / f"{name}.yaml")
-        found = check_cohort(config)
-        assert config.task == task and not found.must_fix
+        found = check(config)
+        assert config.task == task and found.ok
         assert found.summary["slides"]["found"] == 24 and found.summary["encoders"] == {"demo64": 24}
 
 

@@ -81,6 +81,15 @@ class Note:
     def __str__(self) -> str:
         return joined(self.what, ", ".join(self.where), self.cure)
 
+    @property
+    def line(self) -> str:
+        """As one line for a screen or a list of remarks: warnings and errors say that they are.
+
+        >>> Note("warning", "table", "only one class", cure="Add slides of another.").line
+        'warning: only one class. Add slides of another.'
+        """
+        return str(self) if self.level == "note" else f"{self.level}: {self}"
+
     @classmethod
     def of(cls, error: UserError, *, kind: str | None = None, where: tuple[str, ...] | None = None) -> Note:
         """An error as a finding, when one bad file must not abort the whole survey."""

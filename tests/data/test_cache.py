@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from gated_srp_bench.loading import measure_loading
 
 from gated_srp.data import BagCache, Preparation, PreparedBag, prepare
 from gated_srp.data import cache as cache_module
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 PLAIN = Preparation()
 
@@ -245,10 +245,22 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(cache, file, monkeypatch):
 
     monkeypatch.setattr(cache_module, "save_file", full)
     bag = cache.read(file, PLAIN)
-    assert "No space left on device" in bag.warnings[-1]
+    assert "No space left on device" in bag.warnings[-1].what
     assert_same(replace(bag, warnings=()), replace(prepare(file, PLAIN), warnings=()))
     assert list(cache.folder.iterdir()) == []
     assert cache.touch(file, PLAIN) is False
+
+
+def test_warnings_come_back_with_their_parts_also_from_entries_of_version_0_1(cache, tmp_path, monkeypatch):
+    file = write_trident(tmp_path / "job", "s1", make_slide(0))
+    capped = Preparation(cap=8)
+    made, found = (cache.read(file, capped) for _ in range(2))
+    assert made.warnings == found.warnings
+    assert [note.kind for note in found.warnings][-1] == "cap"
+    text = replace(made, warnings=("stride: 512 was given. Leave it out.",))
+    monkeypatch.setattr(cache_module, "asdict", lambda value: value if isinstance(value, str) else asdict(value))
+    cache_module._store(cache.entry(file, capped), text, cache_module.identify(file))
+    assert cache.read(file, capped).warnings == (Note("warning", "stride", "512 was given. Leave it out."),)
 
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path):

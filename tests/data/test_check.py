@@ -20,9 +20,8 @@ from factories import (
 )
 from typer.testing import CliRunner
 
-from gated_srp.checks.check import check_cohort, check_folder, write_quarantine
+from gated_srp.checks.check import check
 from gated_srp.checks.estimate import Machine, Trunk
-from gated_srp.checks.findings import parted
 from gated_srp.checks.survey import look_at, survey
 from gated_srp.cli import data as commands
 from gated_srp.config.load import load_config
@@ -72,8 +71,8 @@ def _clam_cohort(folder, slides, **settings):
     return load_config(_cohort(folder, names, **settings))
 
 
-def _found(check, severity="error"):
-    return {finding.kind: finding for finding in check.findings if finding.severity == severity}
+def _noted(found, level="error"):
+    return {note.kind: note for note in found.notes if note.level == level}
 
 
 def test_in_a_mixed_folder_exactly_the_broken_files_are_named_with_a_cure_each(tmp_path):
@@ -87,19 +86,19 @@ def test_in_a_mixed_folder_exactly_the_broken_files_are_named_with_a_cure_each(t
     broken[str(_write_nan(feats / "broken" / "broken_19.h5"))] = "nonfinite"
     config = load_config(_cohort(tmp_path, [*(path.stem for path in good), *(f"broken_{i:02d}" for i in range(20))]))
 
-    check = check_cohort(config, deep=True)
+    found = check(config, deep=True)
 
     assert len(broken) == 20
-    assert {finding.where[0]: finding.kind for finding in check.findings} == broken
-    assert all(finding.severity == "error" and len(finding.where) == 1 for finding in check.findings)
-    assert all(finding.cure.endswith((".", "hdf5plugin")) and len(finding.cure) > 15 for finding in check.findings)
-    assert {str(path) for path in check.quarantine} == set(broken)
-    assert check.summary["files"]["usable"] == 180
-    assert check.summary["slides"] == {
+    assert {note.where[0]: note.kind for note in found.notes} == broken
+    assert all(note.level == "error" and len(note.where) == 1 for note in found.notes)
+    assert all(note.cure.endswith((".", "hdf5plugin")) and len(note.cure) > 15 for note in found.notes)
+    assert {str(path) for path in found.quarantine} == set(broken)
+    assert found.facts["files"]["usable"] == 180
+    assert found.facts["slides"] == {
         **{"slides": 200, "patients": 100, "found": 200, "missing": 0, "unclear": 0, "broken": 20, "unused_files": 0}
     }
-    shallow = check_cohort(config)
-    assert {f.where[0] for f in shallow.findings} == set(broken) - {str(feats / "broken" / "broken_19.h5")}
+    shallow = check(config)
+    assert {f.where[0] for f in shallow.notes} == set(broken) - {str(feats / "broken" / "broken_19.h5")}
 
 
 @pytest.mark.parametrize("name", [name for name in BROKEN if name not in ("no file", "an unknown ending")])
@@ -107,26 +106,24 @@ def test_every_broken_file_is_a_finding_of_its_kind(name, tmp_path):
     kind, write = BROKEN[name]
     path = write(tmp_path / "s1.h5")
     facts = look_at(path, Preparation(), deep=True)
-    assert facts.kind == kind
-    what, cure = parted(facts.message)
-    assert what
-    assert cure != "Correct it, then check again."
+    assert facts.problem.kind == kind
+    assert facts.problem.what
+    assert facts.problem.cure
 
 
 def test_a_cure_is_ours_even_where_a_library_speaks_in_sentences(tmp_path):
     facts = look_at(BROKEN["pickled code"][1](tmp_path / "s1.h5"), Preparation())
-    what, cure = parted(facts.message)
-    assert what.startswith("holds more than tensors")
-    assert cure.startswith("Save the features alone")
+    assert facts.problem.what.startswith("holds more than tensors")
+    assert facts.problem.cure.startswith("Save the features alone")
 
 
 def test_workers_give_the_same_facts_in_the_same_order(tmp_path):
     files = [*_good_files(tmp_path, 9), BROKEN["cut short"][1](tmp_path / "z.h5")]
     seen = []
-    assert survey(files, deep=True, workers=2, done=seen.append) == [
+    assert survey(files, deep=True, workers=2, progress=seen.append) == [
         look_at(f, Preparation(), deep=True) for f in files
     ]
-    assert [facts.path for facts in seen] == files
+    assert [event.data.path for event in seen] == files
 
 
 def test_a_bug_in_reading_is_a_finding_of_one_file(tmp_path, monkeypatch):
@@ -135,52 +132,53 @@ def test_a_bug_in_reading_is_a_finding_of_one_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("gated_srp.checks.survey.open_header", broken)
     facts = look_at(tmp_path / "s.h5", Preparation())
-    assert (facts.kind, "RuntimeError: no such luck" in facts.message) == ("unreadable", True)
+    assert facts.problem.kind == "unreadable"
+    assert "RuntimeError: no such luck" in facts.problem.what
 
 
 def test_counts_strides_and_neighbours_are_those_of_a_hand_made_lattice(tmp_path):
     full = make_slide(columns=4, rows=3, kept=1.1)  # corners 3, edges 5, inner 8: (4 * 3 + 6 * 5 + 2 * 8) / 12
-    check = check_folder(write_clam(tmp_path, "s", full).parent)
-    assert check.summary["patches"] == {"total": 12, "min": 12, "median": 12, "max": 12}
-    assert check.summary["strides"] == [
+    found = check(write_clam(tmp_path, "s", full).parent)
+    assert found.facts["patches"] == {"total": 12, "min": 12, "median": 12, "max": 12}
+    assert found.facts["strides"] == [
         {"stride": "512 px", "source": "observed from coordinates, nothing declared", "files": 1}
     ]
-    assert check.summary["neighbours"]["mean"]["median"] == pytest.approx(58 / 12)
-    assert check.summary["neighbours"]["alone"] == 0
-    assert not check.must_fix
+    assert found.facts["neighbours"]["mean"]["median"] == pytest.approx(58 / 12)
+    assert found.facts["neighbours"]["alone"] == 0
+    assert found.ok
 
 
 def test_a_cap_that_thins_the_lattice_is_told_before_and_after(tmp_path):
     slide = make_slide(columns=8, rows=6, kept=1.1)
-    check = check_cohort(_clam_cohort(tmp_path, [slide] * 12, more="cap: 24\n"))
+    found = check(_clam_cohort(tmp_path, [slide] * 12, more="cap: 24\n"))
     cells = sorted(map(tuple, slide.cells))
     kept = [cells[int(step)] for step in np.linspace(0, 47, 24)]
     near = [sum(max(abs(x - u), abs(y - v)) == 1 for u, v in kept) for x, y in kept]
-    assert check.summary["cap"]["files"] == 12
-    assert check.summary["cap"]["before"] == pytest.approx((4 * 3 + 20 * 5 + 24 * 8) / 48)
-    assert check.summary["cap"]["after"] == pytest.approx(sum(near) / 24)
-    assert f"thins the lattice: 6.3 -> {sum(near) / 24:.1f} neighbours" in _found(check, "warning")["cap"].what
+    assert found.facts["cap"]["files"] == 12
+    assert found.facts["cap"]["before"] == pytest.approx((4 * 3 + 20 * 5 + 24 * 8) / 48)
+    assert found.facts["cap"]["after"] == pytest.approx(sum(near) / 24)
+    assert f"thins the lattice: 6.3 -> {sum(near) / 24:.1f} neighbours" in _noted(found, "warning")["cap"].what
 
 
 def test_a_cap_that_leaves_no_neighbours_is_one_error_and_breaks_no_file(tmp_path):
-    check = check_cohort(_clam_cohort(tmp_path, [make_slide(columns=30, rows=30)] * 12, more="cap: 20\n"))
-    assert "12 slides keep almost none" in _found(check)["cap"].what
-    assert "Raise `cap`" in _found(check)["cap"].cure
-    assert not check.quarantine
+    found = check(_clam_cohort(tmp_path, [make_slide(columns=30, rows=30)] * 12, more="cap: 20\n"))
+    assert "12 slides keep almost none" in _noted(found)["cap"].what
+    assert "Raise `cap`" in _noted(found)["cap"].cure
+    assert not found.quarantine
 
 
 def test_a_wrong_stride_that_leaves_no_neighbours_is_an_error(tmp_path):
     config = _clam_cohort(tmp_path, [make_slide(i) for i in range(12)], more="stride: 100\n")
-    check = check_cohort(config)
-    assert [f.kind for f in check.findings if f.severity == "error"][:12] == ["no_neighbours"] * 12
-    assert "leave stride out" in check.findings[0].cure
+    found = check(config)
+    assert [f.kind for f in found.notes if f.level == "error"][:12] == ["no_neighbours"] * 12
+    assert "leave stride out" in found.notes[0].cure
 
 
 def test_mixed_widths_and_encoders_are_errors_that_name_the_minority(tmp_path):
     for i in range(3):
         write_trident(tmp_path, f"s{i}", make_slide(i), encoder="uni_v2")
     odd = write_trident(tmp_path, "s9", make_slide(9, width=8), encoder="gigapath")
-    found = _found(check_folder(tmp_path))
+    found = _noted(check(tmp_path))
     assert found["mixed_widths"].where == found["mixed_encoders"].where == (str(odd),)
     assert "12 (3 files), 8 (1 files)" in found["mixed_widths"].what
     assert "uni_v2 (3 files), gigapath (1 files)" in found["mixed_encoders"].what
@@ -193,9 +191,9 @@ def test_duplicates_zeros_and_second_lattices_are_warnings(tmp_path):
     write_h5(tmp_path / "twice.h5", features=features[[0, *range(36)]], coords=(cells * 512)[[0, *range(36)]])
     shifted = np.concatenate([cells * 512, cells * 512 + 200])
     write_h5(tmp_path / "two.h5", features=np.ones((72, 12), "f4"), coords=shifted)
-    check = check_folder(tmp_path, deep=True)
-    assert [finding.kind for finding in check.findings if finding.severity == "warning"].count("duplicates") == 1
-    found = _found(check, "warning")
+    found = check(tmp_path, deep=True)
+    assert [note.kind for note in found.notes if note.level == "warning"].count("duplicates") == 1
+    found = _noted(found, "warning")
     assert found["duplicates"].where == (str(tmp_path / "twice.h5"),)
     assert found["duplicates"].what.startswith("1 patches")
     assert found["zero_rows"].what.startswith("3 patches")
@@ -209,11 +207,11 @@ def test_slides_without_a_file_with_several_and_files_without_a_slide_are_told(t
     write_clam(tmp_path / "feats" / "again", "s3", slides[3])
     (tmp_path / "feats" / "h5_files" / "s5.h5").rename(tmp_path / "feats" / "h5_files" / "other.h5")
     (tmp_path / "feats" / "pt_files" / "s5.pt").unlink()
-    check = check_cohort(config)
-    assert _found(check, "warning")["missing"].where == ("s5",)
-    assert len(_found(check)["several_files"].where) == 2
-    assert _found(check, "note")["unused"].where == (str(tmp_path / "feats" / "h5_files" / "other.h5"),)
-    assert check.must_fix
+    found = check(config)
+    assert _noted(found, "warning")["missing"].where == ("s5",)
+    assert len(_noted(found)["several_files"].where) == 2
+    assert _noted(found, "note")["unused"].where == (str(tmp_path / "feats" / "h5_files" / "other.h5"),)
+    assert not found.ok
 
 
 def test_a_patient_on_both_sides_of_a_split_is_an_error(tmp_path):
@@ -221,10 +219,10 @@ def test_a_patient_on_both_sides_of_a_split_is_an_error(tmp_path):
     parts = ["train", "test", *["train"] * 6, "val", "val", "test", "test"]
     rows = "".join(f"s{i},{part}\n" for i, part in enumerate(parts))
     (tmp_path / "split.csv").write_text(f"slide_id,split\n{rows}")
-    check = check_cohort(config)
-    error = _found(check)["split"]
+    found = check(config)
+    error = _noted(found)["split"]
     assert "p0" in error.what + error.cure
-    assert check.must_fix
+    assert not found.ok
 
 
 def test_a_part_without_a_class_or_without_slides_is_told(tmp_path):
@@ -232,7 +230,7 @@ def test_a_part_without_a_class_or_without_slides_is_told(tmp_path):
     parts = ["train", "train", "train", "train", *["test"] * 8]
     rows = "".join(f"s{i},{part}\n" for i, part in enumerate(parts))
     (tmp_path / "split.csv").write_text(f"slide_id,split\n{rows}")
-    told = {finding.what for finding in check_cohort(config).findings if finding.kind == "split"}
+    told = {note.what for note in check(config).notes if note.kind == "split"}
     assert told == {"no usable slide in val"}
 
 
@@ -242,43 +240,42 @@ def test_survival_balance_is_counted_by_patient(tmp_path):
     rows = "".join(f"s{i},p{i // 2},{100 * (i // 2 + 1)},{int(i < 4)}\n" for i in range(12))
     (tmp_path / "t.csv").write_text(f"slide_id,case_id,time,event\n{rows}")
     (tmp_path / "c.yaml").write_text("name: t\nfeatures: feats\ntable: t.csv\ntask: survival\n")
-    check = check_cohort(load_config(tmp_path / "c.yaml"))
-    labels = check.summary["labels"]
+    found = check(load_config(tmp_path / "c.yaml"))
+    labels = found.facts["labels"]
     assert (labels["patients"], labels["events"]) == (6, 2)
     assert labels["follow_up"] == {"min": 100, "median": 350, "max": 600}
     assert labels["follow_up_of_censored"] == {"min": 300, "median": 450, "max": 600}
-    assert _found(check, "warning")["few_events"].what == "only 2 patients with an event"
+    assert _noted(found, "warning")["few_events"].what == "only 2 patients with an event"
 
 
 def test_the_estimate_counts_patches_epochs_arms_and_seeds(tmp_path):
     config = _clam_cohort(tmp_path, [make_slide(i, columns=4, rows=3, kept=1.1) for i in range(40)])
     one = Trunk(in_dim=12).operations(12)
-    check = check_cohort(config, machine=Machine("a machine", rate=one, memory=1e6))
-    slides = next(iter(check.summary["split"].values()))["slides"]
+    found = check(config, machine=Machine("a machine", rate=one, memory=1e6))
+    slides = next(iter(found.facts["split"].values()))["slides"]
     seconds = config.train.epochs * (3 * slides["train"] + slides["val"]) + slides["test"]
-    cost = check.summary["cost"]
+    cost = found.facts["cost"]
     assert cost["run_seconds"] == pytest.approx(seconds)
     assert cost["runs"] == len(config.arms) * 2
     assert cost["comparison_seconds"] == pytest.approx(seconds * cost["runs"])
-    assert "a machine has 0.0" in _found(check, "warning")["memory"].what
+    assert "a machine has 0.0" in _noted(found, "warning")["memory"].what
 
 
 def test_a_table_that_cannot_be_read_is_a_finding_and_files_are_still_looked_at(tmp_path):
     config = _clam_cohort(tmp_path, [make_slide(0)])
     (tmp_path / "table.csv").write_text("nothing,here\n1,2\n")
-    check = check_cohort(config)
-    assert _found(check).keys() == {"cohort"}
-    assert check.summary["files"]["looked_at"] == 1
+    found = check(config)
+    assert _noted(found).keys() == {"cohort"}
+    assert found.facts["files"]["looked_at"] == 1
 
 
 def test_the_quarantine_is_written_whole_or_not_at_all(tmp_path):
     BROKEN["zero bytes"][1](tmp_path / "s1.h5")
-    check = check_folder(tmp_path)
-    write_quarantine(check, tmp_path / "out" / "q.txt")
+    check(tmp_path, quarantine=tmp_path / "out" / "q.txt")
     assert (tmp_path / "out" / "q.txt").read_text() == f"{tmp_path / 's1.h5'}\n"
     (tmp_path / "taken").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
-        write_quarantine(check, tmp_path / "taken")
+        check(tmp_path, quarantine=tmp_path / "taken")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "s1.h5", "taken"]
 
 
@@ -310,4 +307,4 @@ def test_the_command_exits_with_1_when_something_must_be_mended_and_writes_json(
 @pytest.mark.parametrize("writer", [write_stamp, write_safetensors])
 def test_one_file_of_a_layout_passes(writer, tmp_path):
     writer(tmp_path, "s", make_slide(width=1536))
-    assert not check_folder(tmp_path, deep=True).findings
+    assert not check(tmp_path, deep=True).notes

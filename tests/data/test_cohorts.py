@@ -99,7 +99,7 @@ def test_camelyon17_takes_slides_and_leaves_patients_rows(tmp_path: Path) -> Non
         ["patient_001_node_0", "patient_001", 2, "1"],
         ["patient_002_node_0", "patient_002", 3, "1"],
     ]
-    assert table.notes[-1].startswith("warning: stages.csv is not the released file")
+    assert table.notes[-1].line.startswith("warning: stages.csv is not the released file")
 
 
 def test_tcga_takes_overall_survival_of_its_cohort_and_drops_non_positive_times(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_inventories_equal_the_papers(shared: Path, name: str) -> None:
     extra = 1 if name in {"CAMELYON17", "PANDA", "BRACS"} else 0  # the slide that the paper lacked; the preset says so
     assert len(table.frame) == cohort.inventory.slides + extra
     assert bool(extra) == ("the paper used" in cohort.note)
-    assert not any("not the released file" in note for note in table.notes)
+    assert not any("not the released file" in note.what for note in table.notes)
     if cohort.inventory.cases is not None:
         assert table.frame["case"].nunique() == cohort.inventory.cases
     if cohort.task == "survival":

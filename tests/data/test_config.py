@@ -233,7 +233,7 @@ def test_a_config_opens_as_slides_with_files_and_parts(cohort, tmp_path):
     data = open_cohort(load_config(cohort("table: slides.csv\nfeatures: job\n")))
     assert data.table.classes == ("a", "b")
     assert data.matches.missing == ("s23",)
-    assert any("s23: no file" in note for note in data.notes)
+    assert any("s23: no file" in note.what for note in data.notes)
     slides = data.slides(42)
     assert list(slides["slide"]) == [f"s{i}" for i in range(23)]
     assert slides["file"][3].name == "s3.h5"

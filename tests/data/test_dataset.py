@@ -94,7 +94,9 @@ def test_a_cap_that_leaves_no_neighbours_is_a_note_not_an_error(tmp_path):
     path = write_trident(tmp_path, "s", Slide(cells, np.ones((64, 3), np.float32)))
     bag = prepare(path, Preparation(cap=16))
     assert (bag.num_patches, len(bag.features), len(bag.graph.neighbours)) == (64, 16, 0)
-    assert any("16 of 64 patches kept; neighbours a patch 1.97 before, 0.00 after" in note for note in bag.warnings)
+    assert any(
+        "16 of 64 patches kept; neighbours per patch 1.97 before, 0.00 after" in note.what for note in bag.warnings
+    )
 
 
 def test_without_settings_a_bag_is_as_its_file(files):
@@ -148,7 +150,7 @@ def test_features_that_are_not_finite_are_refused_with_a_cure(tmp_path):
     slide = make_slide(0)
     slide.features[5, 3] = np.nan
     data = SlideDataset(slides_of([write_clam(tmp_path, "s7", slide)]), Preparation())
-    with pytest.raises(UserError, match=r"s7\.h5: 1 of \d+ rows .* not finite .* row 5\. Extract .*\(slide 's7'\)"):
+    with pytest.raises(UserError, match=r"s7\.h5 \(slide 's7'\): 1 of \d+ rows .* not finite .* row 5\. Extract"):
         data[0]
 
 
@@ -200,7 +202,7 @@ def test_a_bad_file_is_named_after_the_good_ones_came(files, tmp_path, workers, 
         assert [bag.index for bag in loader.epoch([0, 3])] == [0, 3]
         epoch = loader.epoch([1, 2])
         assert next(epoch).index == 1
-        with pytest.raises(BagError, match=r"s2\.h5: the file has 0 bytes.*\(slide 's2'\)$") as error:
+        with pytest.raises(BagError, match=r"s2\.h5 \(slide 's2'\): the file has 0 bytes") as error:
             next(epoch)
         assert error.value.kind == "zero_bytes"
 

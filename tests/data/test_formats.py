@@ -54,7 +54,7 @@ def test_a_bag_holds_the_features_corners_stride_and_encoder_it_was_written_from
     assert bag.coords.dtype == (torch.float64 if unit == "um" else torch.int64)
     assert torch.equal(bag.coords.double(), torch.from_numpy(slide.cells).double() * stride)
     assert bag.features.is_contiguous()
-    widths = [w for w in bag.warnings if not w.startswith("encoder:")]  # twelve channels are no encoder's
+    widths = [w for w in bag.warnings if w.kind != "encoder"]  # twelve channels are no encoder's
     assert widths == []
 
 
@@ -113,7 +113,7 @@ def test_a_folders_word_about_the_encoder_gives_way_to_the_callers_with_a_warnin
     assert read_bag(path).encoder == "conch_v1"
     bag = read_bag(path, encoder="uni_v2")
     assert (bag.encoder, len(bag.warnings)) == ("uni_v2", 1)
-    assert "features of 'conch_v1', but 'uni_v2' was asked for" in bag.warnings[0]
+    assert "features of 'conch_v1', but 'uni_v2' was asked for" in bag.warnings[0].what
 
 
 def test_the_callers_word_names_the_encoder_where_the_file_is_silent(tmp_path):
@@ -125,7 +125,7 @@ def test_the_callers_word_names_the_encoder_where_the_file_is_silent(tmp_path):
 
 def test_a_width_that_the_named_encoder_does_not_give_is_a_warning(tmp_path):
     bag = read_bag(write_trident(tmp_path, "s", make_slide(width=1024), encoder="uni_v2"))
-    assert bag.warnings == ("encoder: uni_v2 gives 1536 channels, these have 1024. Check what wrote them.",)
+    assert [str(w) for w in bag.warnings] == ["uni_v2 gives 1536 channels, these have 1024. Check what wrote them."]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,8 @@ def test_duplicate_positions_are_a_warning(tmp_path):
     coords = slide.cells * 512
     coords[3] = coords[7]
     bag = read_bag(write_h5(tmp_path / "s.h5", features=slide.features, coords=coords))
-    assert bag.warnings[0].startswith(f"duplicates: 1 of {len(coords)} patches")
+    assert bag.warnings[0].kind == "duplicates"
+    assert bag.warnings[0].what.startswith(f"1 of {len(coords)} patches")
 
 
 def test_rows_that_are_not_finite_are_counted(tmp_path):

@@ -3,6 +3,7 @@
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -167,5 +168,8 @@ def test_an_external_link_that_nobody_asks_for_does_no_harm(tmp_path):
 
 
 def test_an_error_comes_back_from_a_worker_process_whole():
-    error = pickle.loads(pickle.dumps(BagError("empty", "a/s.h5", "no patches.")))
-    assert (error.kind, error.path, str(error)) == ("empty", "a/s.h5", "a/s.h5: no patches.")
+    error = pickle.loads(
+        pickle.dumps(BagError("no patches", where="a/s.h5", cure="Leave it out.", kind="empty", found=["x"]))
+    )
+    assert (error.kind, error.path, error.found) == ("empty", Path("a/s.h5"), ("x",))
+    assert str(error) == "a/s.h5: no patches. Leave it out."

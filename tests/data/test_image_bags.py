@@ -154,7 +154,7 @@ def test_hue_agrees_with_the_standard_librarys_hsv(shift):
         ("cut", "truncated", "cut short, damaged or no image"),
         ("flipped", "truncated", "cut short, damaged or no image"),
         ("small", "wrong_size", "16 x 16 pixels, expected 32 x 32. .*images.size"),
-        ("deep", "wrong_dtype", "expected 8 bits a colour"),
+        ("deep", "wrong_dtype", "expected 8 bits per colour"),
         (None, "missing", "no such image"),
     ],
 )

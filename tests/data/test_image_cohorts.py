@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from image_cohorts import write_image, write_images
 
-from gated_srp.checks.check import check_cohort
+from gated_srp.checks.check import check
 from gated_srp.checks.estimate import Machine
 from gated_srp.data import COHORTS, load_config, open_cohort
 from gated_srp.errors import UserError
@@ -89,18 +89,18 @@ def test_check_names_the_images_that_are_no_good(tmp_path):
     whole = images[5].read_bytes()
     images[5].write_bytes(whole[: len(whole) // 2])
     images[7].write_text("no image")
-    shallow, deep = (check_cohort(config, deep=deep) for deep in (False, True))
-    assert shallow.summary["files"]["broken"] == {"wrong_size": 1, "truncated": 1}
-    assert deep.summary["files"]["broken"] == {"wrong_size": 1, "truncated": 2}  # a torn end is seen when decoded
+    shallow, deep = (check(config, deep=deep) for deep in (False, True))
+    assert shallow.facts["files"]["broken"] == {"wrong_size": 1, "truncated": 1}
+    assert deep.facts["files"]["broken"] == {"wrong_size": 1, "truncated": 2}  # a torn end is seen when decoded
     assert set(deep.quarantine) == {images[3], images[5], images[7]}
-    assert deep.summary["encoders"] == {"none, pixels": 17} and deep.summary["widths"] == {"192": 17}
-    assert deep.summary["neighbours"]["mean"]["median"] == (4 * 3 + 8 * 5 + 4 * 8) / 16
+    assert deep.facts["encoders"] == {"none, pixels": 17} and deep.facts["widths"] == {"192": 17}
+    assert deep.facts["neighbours"]["mean"]["median"] == (4 * 3 + 8 * 5 + 4 * 8) / 16
 
 
 def test_check_asks_for_smaller_batches_where_memory_is_short(tmp_path):
     config = load_config(write_images(tmp_path, count=20), {"train.batch_size": 8})
-    found = check_cohort(config, machine=Machine("a small machine", 1e9, 0.5e9))
-    memory = next(one for one in found.findings if one.kind == "memory")
+    found = check(config, machine=Machine("a small machine", 1e9, 0.5e9))
+    memory = next(one for one in found.notes if one.kind == "memory")
     assert "a batch of 8 images needs about" in memory.what and "raise train.accumulation" in memory.cure
-    room = found.summary["cost"]["run_bytes"] - 0.5e9
+    room = found.facts["cost"]["run_bytes"] - 0.5e9
     assert room == pytest.approx(8 * 16 * 4 * (18 * 24 * 2 + 192))  # eight images of sixteen patches

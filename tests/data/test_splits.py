@@ -230,7 +230,9 @@ def test_folds_are_stratified() -> None:
 def test_a_cohort_too_small_to_split_says_so() -> None:
     split = own_split(classification(["p", "q"], [0, 1]), 42)
     assert split.counts == {"train": 2, "val": 0, "test": 0}
-    assert split.notes == ("warning: no patient in val, test: the cohort is too small for this split",)
+    assert [(note.level, note.what) for note in split.notes] == [
+        ("warning", "no patient in val, test: the cohort is too small for this split")
+    ]
 
 
 def test_too_many_folds_and_missing_or_double_sites_are_users_errors() -> None:
@@ -351,7 +353,7 @@ def test_stamp_folds_get_a_validation_part_drawn_from_training_patients(tmp_path
     split = import_split(path, table)
     assert split.counts == {"train": 22, "val": 2, "test": 6}
     assert {case for case, part in split.parts.items() if part == "test"} == set(test)
-    assert "no validation part" in split.notes[-1]
+    assert "no validation part" in split.notes[-1].what
     with pytest.raises(UserError, match="fold 3"):
         import_split(path, table, fold=3)
     path.write_text("{]")
@@ -366,15 +368,15 @@ def test_survpath_files_of_train_and_val_test_on_their_val(tmp_path: Path) -> No
     split = import_split(tmp_path / "splits_0.csv", table)
     assert {case for case, part in split.parts.items() if part == "test"} == {f"p{i}" for i in range(24, 30)}
     assert split.counts["val"] == 2
-    assert "its val is read as test" in split.notes[0]
+    assert "its val is read as test" in split.notes[0].what
 
 
 def test_strangers_and_absent_slides_are_counted(tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text("slide_id,split\na,train\nc,val\nd,test\nzzz,train\n")
-    assert import_split(tmp_path / "s.csv", TABLE).notes == (
+    assert [note.what for note in import_split(tmp_path / "s.csv", TABLE).notes] == [
         "1 of its 4 ids are not in the table and are left out",
         "2 slides of the table are in no part and are left out",
-    )
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def _write(path, cells, step, **attrs):
 
 
 def _without_encoder(bag):
-    return [w for w in bag.warnings if not w.startswith("encoder")]
+    return [w for w in bag.warnings if w.kind != "encoder"]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_declared_stride_that_leaves_no_neighbours_gives_way_to_the_observed_o
         bag.stride_source == "observed from coordinates, disagrees with declared on file root (patch_size_level0): 256"
     )
     assert len(bag.warnings) == 1
-    assert "declares 256" in bag.warnings[0]
-    assert "mostly 512 apart; 512 is used" in bag.warnings[0]
+    assert "declares a stride of 256" in bag.warnings[0].what
+    assert "mostly 512 apart; 512 is used" in bag.warnings[0].what
 
 
 def test_a_declared_stride_that_heaps_patches_into_one_cell_gives_way(tmp_path):
@@ -95,7 +95,7 @@ def test_a_declared_stride_that_keeps_the_lattice_stays_with_a_warning(tmp_path)
         "declared on file root (patch_size_level0), but coordinates show 496",
     )
     assert len(bag.warnings) == 1
-    assert "512 is used" in bag.warnings[0]
+    assert "512 is used" in bag.warnings[0].what
 
 
 def test_a_few_scattered_patches_do_not_overrule_the_file(tmp_path):
@@ -120,7 +120,7 @@ def test_a_given_stride_counts_and_disagreement_is_said(tmp_path):
     assert read_bag(path, stride=512).warnings == ()
     bag = read_bag(path, stride=1024)
     assert (bag.stride, bag.stride_source) == (1024, "given by the caller, coordinates show 512")
-    assert bag.warnings[0].startswith("stride: 1024 was given and is used")
+    assert bag.warnings[0].what.startswith("a stride of 1024 was given and is used")
     for bad in (0, -5, float("inf"), float("nan")):
         with pytest.raises(UserError, match="expected a positive number"):
             read_bag(path, stride=bad)

@@ -41,7 +41,7 @@ def test_words_for_missing_stay_labels_and_an_empty_cell_is_missing_in_every_for
     assert table.classes == ("NA", "None", "nan", "null")
     assert rows(table, "slide", "case", "label") == [("a", "1", 0), ("b", "2", 1), ("c", "3", 2), ("d", "4", 3)]
     assert table.dropped == ("row 6 (e): no label",)
-    assert "dropped 1 rows: no label (e)" in table.notes
+    assert "dropped 1 rows: no label (e)" in [note.what for note in table.notes]
 
 
 def test_a_sheet_is_chosen_by_name_and_without_one_the_first_is_read_with_a_note(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_sheet_is_chosen_by_name_and_without_one_the_first_is_read_with_a_note
     assert rows(read_table(path, sheet="second"), "slide", "case", "label") == [("c", "1", 1), ("d", "2", 0)]
     first = read_table(path)
     assert list(first.frame["slide"]) == ["a", "b"]
-    assert "first sheet 'first' read" in first.notes[0]
+    assert "first sheet 'first' read" in first.notes[0].what
     with pytest.raises(UserError, match=r"no sheet 'third'. Sheets: first, second"):
         read_table(path, sheet="third")
 
@@ -108,7 +108,7 @@ def test_several_slides_in_one_cell_become_rows_of_the_same_patient(tmp_path: Pa
         *[("a", "P1", 0), ("b", "P1", 0), ("c", "P2", 1), ("d", "P2", 1)],
         *[("e", "P3", 1), ("f", "P3", 1), ("g", "P4", 0)],
     ]
-    assert "3 cells of 'slide' list several slides; each becomes a row" in table.notes
+    assert "3 cells of 'slide' list several slides; each becomes a row" in [note.what for note in table.notes]
 
 
 def test_a_cell_that_names_a_file_is_one_slide_whatever_signs_are_in_its_name(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_blank_slide_cell_is_filled_from_the_files_and_a_full_one_kept(tmp_pat
 def test_a_patient_table_without_files_keeps_the_patients_with_a_warning(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, "patient,label\nP1,0\nP2,1\n"))
     assert rows(table, "slide", "case") == [("P1", "P1"), ("P2", "P2")]
-    assert any(note.startswith("warning: no slide column") for note in table.notes)
+    assert any(note.line.startswith("warning: no slide column") for note in table.notes)
 
 
 def test_a_clinical_table_is_joined_to_a_slide_table_and_the_unpartnered_are_listed(tmp_path: Path) -> None:
@@ -149,13 +149,15 @@ def test_a_tcga_barcode_gives_patient_and_site_with_notes(tmp_path: Path) -> Non
     table = read_table(write(tmp_path, "slide_id,label\n" + body))
     assert list(table.frame["case"]) == ["TCGA-3Z-A93Z", "TCGA-6D-AA2E"]
     assert list(table.frame["site"]) == ["3Z", "6D"]
-    assert "no patient column: patient = first 12 characters of the TCGA barcode (2 patients)" in table.notes
+    assert "no patient column: patient = first 12 characters of the TCGA barcode (2 patients)" in [
+        note.what for note in table.notes
+    ]
 
 
 def test_without_patients_each_slide_is_its_own_with_a_warning(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, "slide_id,label\na,0\nb,1\n"))
     assert list(table.frame["case"]) == ["a", "b"]
-    assert any(note.startswith("warning: 2 slides without a patient") for note in table.notes)
+    assert any(note.line.startswith("warning: 2 slides without a patient") for note in table.notes)
 
 
 def test_two_patient_columns_that_group_differently_are_refused(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_a_slide_with_two_labels_is_refused_and_one_repeated_is_taken_once(tmp_p
         read_table(write(tmp_path, "slide_id,case_id,label\na,1,0\na,1,1\n"))
     table = read_table(write(tmp_path, "slide_id,case_id,label\na,1,0\na,1,0\nb,2,1\n"))
     assert list(table.frame["slide"]) == ["a", "b"]
-    assert any("repeat a slide" in note for note in table.notes)
+    assert any("repeat a slide" in note.what for note in table.notes)
 
 
 def test_a_full_path_is_no_longer_absolute_and_still_finds_its_file(tmp_path: Path) -> None:
@@ -195,9 +197,9 @@ def test_ids_that_a_parquet_file_keeps_as_its_index_are_read(tmp_path: Path) -> 
 
 def test_a_column_named_for_one_thing_is_not_found_again_for_another(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, "patient,label\np_1,0\np_2,1\n"), Columns(slide="patient"))
-    assert any(note.startswith("warning: 2 slides without a patient") for note in table.notes)
+    assert any(note.line.startswith("warning: 2 slides without a patient") for note in table.notes)
     asked = read_table(write(tmp_path, "patient,label\np_1,0\np_2,1\n"), Columns(slide="patient", case="patient"))
-    assert not any("without a patient" in note for note in asked.notes)
+    assert not any("without a patient" in note.what for note in asked.notes)
 
 
 # Survival
@@ -209,7 +211,7 @@ def test_censorship_is_turned_into_events_and_the_reading_is_printed(tmp_path: P
     assert table.task == "survival"
     assert table.classes == ()
     assert rows(table, "time", "event") == [(12.0, 0), (12.0, 0), (24.0, 1), (36.0, 0), (30.0, 0)]
-    assert table.notes[-1] == (
+    assert table.notes[-1].what == (
         "censorship: 1 = censored -> event = 1 - censorship; 25 % events; median follow-up 2.2 y (4 patients)"
     )
 

@@ -150,7 +150,7 @@ GRID = torch.cartesian_prod(torch.arange(5), torch.arange(5)) * 512
         ({"coords": GRID, "window": 4}, "window is 4: expected an odd number"),
         ({"coords": GRID, "window": 1}, "window is 1: expected an odd number"),
         ({"coords": GRID, "stride": 0}, "stride is 0: expected a positive number"),
-        ({"coords": GRID, "stride": 256}, "0.000 neighbours a patch.*mostly 512 apart"),
+        ({"coords": GRID, "stride": 256}, "0.000 neighbours per patch.*mostly 512 apart"),
         ({"coords": GRID, "lattice": "hexagon"}, "lattice is 'hexagon': expected 'floor'"),
         ({"coords": torch.tensor([[0, 0], [3, 7]])}, "cannot be inferred"),
     ],

@@ -1,79 +1,138 @@
-"""Look at a cohort before it is trained on: what was found, what is wrong, what to do. Nothing in a cohort stops it.
-
-report = check_cohort(load_config("cohort.yaml"))
-report.findings, report.must_fix, report.quarantine
-"""
+"""Look at a cohort before it is trained on: what was found, what is wrong, what to do. Nothing in a cohort stops it."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from gated_srp.checks import findings as found_by
-from gated_srp.checks.estimate import Machine, Trunk, run_seconds
-from gated_srp.checks.findings import Finding
+from gated_srp.checks.estimate import Machine, Trunk, run_seconds, this_machine
 from gated_srp.checks.survey import FileFacts, survey, workers_for
+from gated_srp.config.load import load_config
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cohort import CohortData, find_files, open_cohort
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits.rules import PARTS, Split, assign_parts
 from gated_srp.data.tables.table import Table
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
 from gated_srp.models import ARMS
+from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _FULL = 0.9  # share of the memory that a run may take before it is warned of
-Progress = Callable[[Sequence[Path]], Callable[[FileFacts], object]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """``summary`` is plain data, a section a subject; ``findings`` are sorted, errors first."""
+    """What `check` found: ``facts`` are plain data, one section per subject; ``notes`` are sorted, errors first."""
 
     name: str
-    summary: dict[str, Any]
-    findings: tuple[Finding, ...]
+    facts: dict[str, Any]
+    notes: tuple[Note, ...]
     files: tuple[FileFacts, ...]
 
     @property
-    def must_fix(self) -> bool:
-        return any(finding.severity == "error" for finding in self.findings)
+    def ok(self) -> bool:
+        """Whether a run can be trusted: no errors."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Note, ...]:
+        """What must be mended."""
+        return tuple(note for note in self.notes if note.level == "error")
+
+    @property
+    def warnings(self) -> tuple[Note, ...]:
+        """What should be looked at."""
+        return tuple(note for note in self.notes if note.level == "warning")
 
     @property
     def quarantine(self) -> tuple[Path, ...]:
         """Files that a run must leave out."""
         return tuple(file.path for file in self.files if not file.usable)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_frame(self) -> pd.DataFrame:
+        """One row per note: level, kind, what, where, cure."""
+        rows = [asdict(note) | {"where": ", ".join(note.where)} for note in self.notes]
+        return pd.DataFrame(rows, columns=["level", "kind", "what", "where", "cure"])
+
+    def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
-        files = [asdict(file) | {"path": str(file.path)} for file in self.files]
         return {
             "name": self.name,
-            "must_fix": self.must_fix,
-            "summary": self.summary,
-            "findings": [asdict(finding) for finding in self.findings],
-            "files": files,
+            "must_fix": not self.ok,
+            "summary": self.facts,
+            "findings": [_severity_first(asdict(note)) for note in self.notes],
+            "files": [_file_json(file) for file in self.files],
         }
 
+    def _repr_html_(self) -> str:
+        verdict = "ready" if self.ok else f"not ready, {len(self.errors)} to mend"
+        notes = self.to_frame().to_html(index=False) if self.notes else "<p>No issues found.</p>"
+        return f"<p><b>check of {escape(self.name)}</b>: {verdict}</p>{notes}"
 
-def _silent(files: Sequence[Path]) -> Callable[[FileFacts], object]:
-    return lambda facts: None
+
+def _severity_first(note: dict[str, Any]) -> dict[str, Any]:
+    return {"severity": note.pop("level"), **note}  # as the file has always called it
 
 
-def check_cohort(
-    config: CohortConfig, *, deep: bool = False, progress: Progress = _silent, machine: Machine | None = None
+def _file_json(file: FileFacts) -> dict[str, Any]:
+    problem = file.problem
+    own = {"path": str(file.path), "kind": problem and problem.kind}
+    own["message"] = joined(problem.what, cure=problem.cure) if problem else ""
+    plain = {key: value for key, value in asdict(file).items() if key not in ("path", "problem")}
+    return own | plain | {"warnings": [f"{note.kind}: {note}" for note in file.warnings]}
+
+
+def check(
+    cohort: str | Path | CohortConfig,
+    *,
+    deep: bool = False,
+    seeds: Sequence[int] | None = None,
+    quarantine: str | Path | None = None,
+    machine: Machine | None = None,
+    progress: Progress = silent,
 ) -> Check:
-    """Check a cohort's table, files and splits. ``deep`` reads the feature arrays too.
+    """Check a cohort's table, files and splits, or the feature files of a folder alone.
 
-    ``progress`` is told the files, and its answer is called with the facts of each. ``machine``: to estimate for.
+    Args:
+        cohort: a cohort's YAML or its config, or a folder of feature files.
+        deep: read the feature values too: NaN, infinity, damage.
+        seeds: whose splits are looked at; those of the cohort.
+        quarantine: where to write the list of files to leave out, one path per line, ready for ``xargs``.
+        machine: where a run would take place, for the estimate of time and memory; this one.
+        progress: called after each file.
+
+    Returns:
+        A `Check`: ``ok``, ``notes`` (``errors``, ``warnings``), ``facts``, ``quarantine``. Nothing in a file or a table raises.
+
+    Example:
+        >>> found = gated_srp.check("cohort.yaml")  # doctest: +SKIP
+        >>> found.ok, [str(note) for note in found.errors]  # doctest: +SKIP
+        (False, ['feats/s17.h5: the file has 0 bytes: its writing was interrupted. Delete it and extract the slide again.'])
     """
-    trouble: list[Finding] = []
+    if not isinstance(cohort, CohortConfig) and Path(cohort).is_dir():
+        found = _check_folder(Path(cohort), deep=deep, progress=progress)
+    else:
+        config = cohort if isinstance(cohort, CohortConfig) else load_config(cohort)
+        found = _check_cohort(config, deep=deep, seeds=seeds or config.seeds, machine=machine, progress=progress)
+    if quarantine is not None:
+        write_whole(Path(quarantine), "".join(f"{file}\n" for file in found.quarantine))
+    return found
+
+
+def _check_cohort(
+    config: CohortConfig, *, deep: bool, seeds: Sequence[int], machine: Machine | None, progress: Progress
+) -> Check:
+    trouble: list[Note] = []
     data, files = None, list[Path]()
     try:
         files = find_files(config)
@@ -82,59 +141,55 @@ def check_cohort(
     except UserError as error:
         trouble.append(found_by.of_error(error, "cohort"))
     settings = Preparation.of(config)
-    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), done=progress(files))
+    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
     trouble += _of_facts(facts, settings)
     summary = _about_files(facts, settings, deep=deep)
     if data is not None:
-        splits, errors = _splits(data)
+        splits, errors = _splits(data, seeds)
         broken = [file.path for file in facts if not file.usable]
         trouble += [*errors, *found_by.of_matches(data.matches), *found_by.of_table(data.table)]
-        trouble += found_by.of_balance(data.table)
+        trouble += data.table.kind.scarce(data.table.frame, data.table.classes)
         trouble += found_by.of_splits(data, splits, broken)
         summary["slides"] = _about_slides(data, facts)
         summary["labels"] = _about_labels(data.table)
         summary["split"] = _about_splits(data, splits)
-        if machine is not None and summary["patches"]["total"]:
-            cost = _about_cost(data, facts, splits, machine)
+        if summary["patches"]["total"]:
+            cost = _about_cost(data, facts, splits, machine or this_machine())
             trouble += _of_cost(cost) if cost else ()
             summary |= {"cost": cost} if cost else {}
     return Check(config.name, summary, _sorted(trouble), tuple(facts))
 
 
-def check_folder(folder: Path, *, deep: bool = False, progress: Progress = _silent) -> Check:
-    """Check the feature files of a folder alone: no table, no splits."""
+def _check_folder(folder: Path, *, deep: bool, progress: Progress) -> Check:
+    """The feature files of a folder alone: no table, no splits."""
     files, settings = find_bags(folder), Preparation()
     if not files:
-        raise UserError(f"{folder}: no feature file in it. Point at the folder of an extraction, or at a cohort.yaml.")
-    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), done=progress(files))
+        cure = "Point at the folder of an extraction, or at a cohort.yaml."
+        raise UserError("no feature file in it", where=folder, cure=cure, kind="missing")
+    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
     summary = _about_files(facts, settings, deep=deep)
     return Check(folder.name, summary, _sorted(_of_facts(facts, settings)), tuple(facts))
 
 
-def write_quarantine(check: Check, path: Path) -> None:
-    """One path a line, ready for ``xargs``; written whole or not at all."""
-    write_whole(path, "".join(f"{file}\n" for file in check.quarantine))
-
-
-def _of_facts(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Finding]:
+def _of_facts(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Note]:
     yield from found_by.of_files(facts)
     yield from found_by.of_encoders(facts)
     yield from found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
 
 
-def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """By severity, then all with the same cure together, in the order in which the first of them came."""
-    found = list(findings)
+def _sorted(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """By level, then all with the same cure together, in the order in which the first of them came."""
+    found = list(notes)
     first = {(one.kind, one.cure): place for place, one in reversed(list(enumerate(found)))}
-    return tuple(sorted(found, key=lambda one: (_ORDER[one.severity], first[one.kind, one.cure])))
+    return tuple(sorted(found, key=lambda one: (_ORDER[one.level], first[one.kind, one.cure])))
 
 
-def _splits(data: CohortData) -> tuple[dict[str, Split], list[Finding]]:
+def _splits(data: CohortData, seeds: Sequence[int]) -> tuple[dict[str, Split], list[Note]]:
     """Each split that a comparison would use, by name; those that cannot be made are findings, equal ones once."""
     folds = range(data.config.folds.number if data.config.folds else 1)
     splits: dict[str, Split] = {}
-    errors: dict[Finding, None] = {}
-    for seed in data.config.seeds:
+    errors: dict[Note, None] = {}
+    for seed in seeds:
         for fold in folds:
             try:
                 splits[f"seed {seed}" + (f", fold {fold}" if len(folds) > 1 else "")] = data.split(seed, fold)
@@ -161,7 +216,7 @@ def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: boo
         "files": {
             "looked_at": len(facts),
             "usable": len(good),
-            "broken": dict(Counter(file.kind for file in facts if file.kind)),
+            "broken": dict(Counter(file.problem.kind for file in facts if file.problem)),
             "bytes": sum(file.bytes for file in good),
             "deep": deep,
         },
@@ -205,7 +260,8 @@ def _about_slides(data: CohortData, facts: Sequence[FileFacts]) -> dict[str, int
 
 
 def _about_labels(table: Table) -> dict[str, Any]:
-    return {"task": table.task, "notes": list(table.notes)} | table.kind.tally(table.frame, table.classes)
+    notes = [str(note) for note in table.notes if note.level == "note"]  # warnings are findings
+    return {"task": table.task, "notes": notes} | table.kind.tally(table.frame, table.classes)
 
 
 def _about_splits(data: CohortData, splits: dict[str, Split]) -> dict[str, Any]:
@@ -255,7 +311,7 @@ def _about_cost(
     }
 
 
-def _of_cost(cost: dict[str, Any]) -> Iterator[Finding]:
+def _of_cost(cost: dict[str, Any]) -> Iterator[Note]:
     need, have = cost["run_bytes"], cost["machine"]["memory"]
     if need > _FULL * have:
         images = cost["at_once"] > 1
@@ -265,4 +321,4 @@ def _of_cost(cost: dict[str, Any]) -> Iterator[Finding]:
             "Lower train.batch_size and raise train.accumulation as much: the same updates" if images else "Set `cap`"
         )
         cure = f"{first}; or train.checkpointing: true, or a larger machine."
-        yield Finding("warning", "memory", what, ("train.batch_size" if images else "cap",), cure)
+        yield Note("warning", "memory", what, ("train.batch_size" if images else "cap",), cure)

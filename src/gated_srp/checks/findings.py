@@ -1,13 +1,9 @@
-"""What is wrong with a cohort, where, and what to do: facts of files, table, matches and splits in, findings out."""
+"""What is wrong with a cohort, where, and what to do: facts of files, table, matches and splits in, `Note`s out."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
-
-import pandas as pd
 
 from gated_srp.checks.survey import FileFacts
 from gated_srp.data.cohort import CohortData
@@ -15,95 +11,63 @@ from gated_srp.data.files.encoders import is_known
 from gated_srp.data.splits.rules import PARTS, Split, assign_parts
 from gated_srp.data.tables.matching import Matches
 from gated_srp.data.tables.table import Table
-from gated_srp.errors import UserError
-
-Severity = Literal["error", "warning", "note"]
+from gated_srp.errors import Level, Note, UserError
 
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
-_NONE = 0.1  # neighbours a patch below which there is nothing to correct at all
-_LONG = re.compile(r"\(([^()]{100})[^()]*\)")  # a library's own words
+_NONE = 0.1  # neighbours per patch below which there is nothing to correct at all
 
 
-@dataclass(frozen=True)
-class Finding:
-    """``kind`` is for machines; ``where`` names files, slides, patients or settings; ``cure`` says what to do.
-
-    error: must be mended before a run can be trusted. warning: look at it. note: good to know.
-    """
-
-    severity: Severity
-    kind: str
-    what: str
-    where: tuple[str, ...]
-    cure: str
+_CURE = "Correct it, then check again."
 
 
-def parted(message: str) -> tuple[str, str]:
-    """What is wrong, and what to do: the first sentence of a message, and the rest; points inside brackets end none.
-
-    >>> parted("not a model (No. 5). Delete it, or extract the slide again.")
-    ('not a model (No. 5)', 'Delete it, or extract the slide again.')
-    """
-    message = _LONG.sub(r"(\1 ...)", message)
-    depth = 0
-    for place, sign in enumerate(message):
-        depth += (sign == "(") - (sign == ")")
-        if depth <= 0 and message.startswith(". ", place):
-            return message[:place], message[place + 2 :]
-    return message.removesuffix("."), "Correct it, then check again."
-
-
-def of_error(error: UserError, kind: str) -> Finding:
+def of_error(error: UserError, kind: str, *where: str) -> Note:
     """An exception of the data layer as a finding."""
-    what, cure = parted(str(error))
-    return Finding("error", kind, what, (), cure)
+    note = Note.of(error, kind=kind)
+    return replace(note, where=where or note.where, cure=note.cure or _CURE)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def of_files(facts: Sequence[FileFacts]) -> Iterator[Finding]:
+def of_files(facts: Sequence[FileFacts]) -> Iterator[Note]:
     """Each file that cannot be used, then what files that can be used warn of, equal warnings together."""
     for file in facts:
-        if file.kind is not None:
-            what, cure = parted(file.message)
-            yield Finding("error", file.kind, what, (str(file.path),), cure)
+        if file.problem is not None:
+            yield file.problem if file.problem.cure else replace(file.problem, cure=_CURE)
     good = [file for file in facts if file.usable]
-    said: dict[tuple[str, str], list[str]] = defaultdict(list)
+    said: dict[Note, list[str]] = defaultdict(list)
     for file in good:
         for warning in file.warnings:
-            kind, _, message = warning.partition(": ")
-            if kind != "duplicates":  # counted below, over all files
-                said[kind, message].append(str(file.path))
-    for (kind, message), paths in said.items():
-        what, cure = parted(message)
-        yield Finding("warning", kind, what, tuple(paths), cure)
+            if warning.kind != "duplicates":  # counted below, over all files
+                said[warning].append(str(file.path))
+    for warning, paths in said.items():
+        yield replace(warning, where=tuple(paths), cure=warning.cure or _CURE)
     yield from _counted(good)
 
 
-def _counted(good: Sequence[FileFacts]) -> Iterator[Finding]:
+def _counted(good: Sequence[FileFacts]) -> Iterator[Note]:
     """Conditions that a file may have to a degree."""
     twice = {file.path: file.duplicates for file in good if file.duplicates}
     if twice:
-        what = f"{sum(twice.values()):,} patches stand exactly where another one stands"
+        what = f"{sum(twice.values()):,} patches have the coordinates of another"
         cure = "Two extractions were probably written into one file; extract again, or leave it if it is meant."
-        yield Finding("warning", "duplicates", what, tuple(map(str, twice)), cure)
+        yield Note("warning", "duplicates", what, tuple(map(str, twice)), cure)
     zeros = {file.path: file.zeros for file in good if file.zeros}
     if zeros:
         what = f"{sum(zeros.values()):,} patches have features of zeros alone"
         cure = "An interrupted extraction leaves such rows; extract these slides again."
-        yield Finding("warning", "zero_rows", what, tuple(map(str, zeros)), cure)
+        yield Note("warning", "zero_rows", what, tuple(map(str, zeros)), cure)
     crowded = [file for file in good if file.shared_cells > _CROWDED * file.patches]
     if crowded:
         share = sum(file.shared_cells for file in crowded) / sum(file.patches for file in crowded)
         what = f"{100 * share:.0f} % of the patches share a lattice cell with another: several lattices in one slide"
         cure = "Set lattice: exact (CLAM and AtlasPatch start a lattice at each piece of tissue)."
-        yield Finding("warning", "lattice", what, tuple(str(file.path) for file in crowded), cure)
+        yield Note("warning", "lattice", what, tuple(str(file.path) for file in crowded), cure)
 
 
-def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Finding]:
-    """One model takes one width, and two encoders of one width do not speak the same language."""
+def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Note]:
+    """One model takes one width, and features of two encoders must not be mixed even where their widths agree."""
     good = [file for file in facts if file.usable]
     widths = Counter(file.width for file in good)
     if len(widths) > 1:
@@ -111,7 +75,7 @@ def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Finding]:
         common = widths.most_common(1)[0][0]
         cure = "Point `features` at one encoder's folder, name the `encoder`, or extract these files again."
         odd = tuple(str(file.path) for file in good if file.width != common)
-        yield Finding("error", "mixed_widths", f"features have several widths: {told}", odd, cure)
+        yield Note("error", "mixed_widths", f"features have several widths: {told}", odd, cure)
     names = Counter(file.encoder for file in good if file.encoder)
     if len(names) > 1:
         told = ", ".join(f"{name} ({count:,} files)" for name, count in names.most_common())
@@ -119,15 +83,13 @@ def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Finding]:
         common_name = names.most_common(1)[0][0]
         odd = tuple(str(file.path) for file in good if file.encoder not in (None, common_name))
         cure = "Name one `encoder`, or point `features` at one encoder's folder; features of two must not be mixed."
-        yield Finding(
-            "error" if sure else "warning", "mixed_encoders", f"features of several encoders: {told}", odd, cure
-        )
+        yield Note("error" if sure else "warning", "mixed_encoders", f"features of several encoders: {told}", odd, cure)
     if good and not names:
         cure = "Name it with `encoder`, so that reports and later predictions can check it."
-        yield Finding("note", "encoder", "no file says which encoder made it", ("encoder",), cure)
+        yield Note("note", "encoder", "no file says which encoder made it", ("encoder",), cure)
 
 
-def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -> Iterator[Finding]:
+def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -> Iterator[Note]:
     """Thin graphs, and what the cap does to the lattice."""
     good = [file for file in facts if file.usable and file.neighbours]
     most = window**2 - 1
@@ -135,72 +97,63 @@ def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -
     if thin:
         what = f"patches have fewer than {_FEW * most:g} of {most} neighbours on average, so there is little to correct"
         cure = "Look at the stride of these files; try lattice: exact, or set stride."
-        yield Finding("warning", "thin_lattice", what, tuple(str(file.path) for file in thin), cure)
+        yield Note("warning", "thin_lattice", what, tuple(str(file.path) for file in thin), cure)
     capped = [file for file in good if file.capped]
     if capped:
         before = sum(file.neighbours.mean for file in capped if file.neighbours) / len(capped)
         after = sum(file.capped.mean for file in capped if file.capped) / len(capped)
-        what = f"the cap of {cap:,} patches thins the lattice: {before:.1f} -> {after:.1f} neighbours a patch"
+        what = f"the cap of {cap:,} patches thins the lattice: {before:.1f} -> {after:.1f} neighbours per patch"
         cure = "Raise `cap` if memory allows; the published numbers were made with their cap."
         lost = sum(file.capped.mean < _NONE for file in capped if file.capped)
-        severity: Severity = "error" if lost else "warning" if after < _FEW * most else "note"
+        level: Level = "error" if lost else "warning" if after < _FEW * most else "note"
         if lost:
             what += f"; {lost:,} slides keep almost none, so Gated SRP would do nothing there"
-        yield Finding(severity, "cap", what, tuple(str(file.path) for file in capped), cure)
+        yield Note(level, "cap", what, tuple(str(file.path) for file in capped), cure)
 
 
 # Table, matches, splits ----------------------------------------------------------------------------------------------
 
 
-def of_matches(matches: Matches) -> Iterator[Finding]:
+def of_matches(matches: Matches) -> Iterator[Note]:
     """Slides without a file, with several, and files that several slides claim."""
     slides = len(matches.found) + len(matches.missing) + len(matches.several)
     if matches.missing:
-        severity: Severity = "error" if len(matches.missing) > slides / 2 else "warning"
+        level: Level = "error" if len(matches.missing) > slides / 2 else "warning"
         what = f"{len(matches.missing):,} slides of the table have no feature file; runs leave them out"
         cure = "Extract them, correct their names in the table, or add their folder to `features`."
-        yield Finding(severity, "missing", what, matches.missing, cure)
+        yield Note(level, "missing", what, matches.missing, cure)
     for slide, files in matches.several.items():
         what = f"slide {slide}: {len(files)} files fit, so none is used"
-        yield Finding(
-            "error", "several_files", what, tuple(map(str, files)), "Keep one, or name the folder more exactly."
-        )
+        yield Note("error", "several_files", what, tuple(map(str, files)), "Keep one, or name the folder more exactly.")
     for file, names in matches.shared.items():
         what = f"one file fits {len(names)} slides ({', '.join(names[:5])}), so none of them is used"
-        yield Finding("error", "shared_file", what, (str(file),), "Correct the slides' names in the table.")
+        yield Note("error", "shared_file", what, (str(file),), "Correct the slides' names in the table.")
     if matches.unused:
         what = f"{len(matches.unused):,} feature files belong to no slide of the table and were not looked at"
         cure = "Nothing to do, unless their slides should be in the table."
-        yield Finding("note", "unused", what, tuple(map(str, matches.unused)), cure)
+        yield Note("note", "unused", what, tuple(map(str, matches.unused)), cure)
 
 
-def of_table(table: Table) -> Iterator[Finding]:
+def of_table(table: Table) -> Iterator[Note]:
     """What the reading of the table warned of, and rows that were dropped."""
     for note in table.notes:
-        if note.startswith("warning: "):
-            what, _, cure = note.removeprefix("warning: ").partition("; ")
-            yield Finding("warning", "table", what, ("table",), f"{cure or 'Look at the table'}.".capitalize())
+        if note.level == "warning":
+            yield replace(note, where=("table",), cure=note.cure or "Look at the table.")
     if table.dropped:
         what = f"{len(table.dropped):,} rows of the table were dropped"
-        yield Finding("warning", "dropped_rows", what, table.dropped, "Fill in what they lack, or leave them out.")
+        yield Note("warning", "dropped_rows", what, table.dropped, "Fill in what they lack, or leave them out.")
 
 
-def of_balance(table: Table) -> Iterator[Finding]:
-    """Too little of something to learn or to measure it."""
-    for note in table.kind.scarce(table.frame, table.classes):
-        yield Finding(note.level, note.kind, note.what, note.where, note.cure)
-
-
-def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Path]) -> Iterator[Finding]:
+def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Path]) -> Iterator[Note]:
     """Patients in two parts, parts that are empty or lack a class or an event; on the slides that can be used."""
     usable = {slide for slide, path in data.matches.found.items() if path not in set(broken)}
     frame = data.table.frame
-    lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
+    lacking: dict[tuple[Level, str], list[str]] = defaultdict(list)
     for name, split in splits.items():
         try:
             parts = assign_parts(split, data.table)
         except UserError as error:
-            yield Finding("error", "split", *_with_place(str(error), name))
+            yield of_error(error, "split", name)
             continue
         outside = int(parts.isna().sum())
         if outside:
@@ -208,21 +161,12 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
             lacking["warning", what].append(name)
         rows = frame.assign(part=parts)[frame["slide"].isin(usable)]
         for part in PARTS:
-            for severity, what in _lacks(rows[rows["part"] == part], part, data.table):
-                lacking[severity, what].append(name)
+            inside = rows[rows["part"] == part]
+            if inside.empty:
+                lacking["error", f"no usable slide in {part}"].append(name)
+                continue
+            for note in data.table.kind.lacks(inside, data.table.classes, part):
+                lacking[note.level, note.what].append(name)
     cure = "Use more slides, other seeds or fewer folds, or bring a split of your own with `split`."
-    for (grade, what), names in lacking.items():
-        yield Finding("error" if grade == "error" else "warning", "split", what, tuple(names), cure)
-
-
-def _with_place(message: str, name: str) -> tuple[str, tuple[str, ...], str]:
-    what, cure = parted(message)
-    return what, (name,), cure
-
-
-def _lacks(frame: pd.DataFrame, part: str, table: Table) -> Iterator[tuple[str, str]]:
-    if frame.empty:
-        yield "error", f"no usable slide in {part}"
-        return
-    for note in table.kind.lacks(frame, table.classes, part):
-        yield note.level, note.what
+    for (level, what), names in lacking.items():
+        yield Note(level, "split", what, tuple(names), cure)

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gated_srp.data.bag import Bag, BagError
+from gated_srp.data.bag import Bag
 from gated_srp.data.prepared import Preparation, capped_rows, open_bag, open_header
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
+from gated_srp.progress import Event, Progress, silent
 from gated_srp.srp.graph import PatchGraph
 
 _WORTH_WORKERS = 64  # files from which on the start of other processes (they import torch) pays
@@ -26,7 +27,7 @@ _CHUNK = 4096  # rows of features that are looked at together
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Of one slide's graph: neighbours a patch on average, and the share of patches without any."""
+    """Of one slide's graph: neighbours per patch on average, and the share of patches without any."""
 
     mean: float
     alone: float
@@ -34,11 +35,10 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """One feature file. A file that cannot be used has a ``kind`` and a ``message`` and may have nothing else."""
+    """One feature file. A file that cannot be used has a ``problem`` and may have nothing else."""
 
     path: Path
-    kind: str | None = None
-    message: str = ""
+    problem: Note | None = None
     bytes: int = 0
     patches: int = 0
     width: int = 0
@@ -50,14 +50,14 @@ class FileFacts:
     neighbours: Neighbours | None = None
     capped: Neighbours | None = None  # None: not longer than the cap
     shared_cells: int = 0  # patches that another patch of the same lattice cell hides
-    duplicates: int = 0  # patches that stand exactly where another stands
+    duplicates: int = 0  # patches with the coordinates of another
     nonfinite: int = 0  # rows with NaN, infinity or a length beyond float32; only looked for when deep
     zeros: int = 0  # rows of zeros alone; as above
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
 
     @property
     def usable(self) -> bool:
-        return self.kind is None
+        return self.problem is None
 
 
 def survey(
@@ -66,19 +66,18 @@ def survey(
     *,
     deep: bool = False,
     workers: int = 0,
-    done: Callable[[FileFacts], object] = lambda facts: None,
+    progress: Progress = silent,
 ) -> list[FileFacts]:
-    """The facts of each file, in the order of ``files``; ``done`` is called with each as it comes.
+    """The facts of each file, in the order of ``files``; ``deep`` looks at the feature arrays too.
 
-    ``deep`` looks at the feature arrays too.
-    Nothing in a file stops the others: damage becomes a ``kind``; with ``workers`` (processes) also where it ends the
+    Nothing in a file stops the others: damage becomes a ``problem``; with ``workers`` (processes) also where it ends the
     process that reads.
     """
     look = partial(look_at, settings=settings, deep=deep)
     found = []
     for facts in _pooled(look, files, workers) if workers else map(look, files):
         found.append(facts)
-        done(facts)
+        progress(Event("files", len(found), len(files), data=facts))
     return found
 
 
@@ -88,7 +87,7 @@ def workers_for(files: int) -> int:
 
 
 def _pooled(look: Callable[[Path], FileFacts], files: Sequence[Path], workers: int) -> Iterator[FileFacts]:
-    """In order. A file whose reading ends its process ends the whole pool: the rest is read one process a time."""
+    """In order. A file whose reading ends its process ends the whole pool: the rest is read with one process per file."""
     context, yielded = get_context("spawn"), 0
     try:
         with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -105,46 +104,46 @@ def _alone(look: Callable[[Path], FileFacts], path: Path) -> FileFacts:
         try:
             return pool.submit(look, path).result()
         except BrokenProcessPool:
-            message = "reading it ended the process: damaged, or larger than memory. Extract the slide again."
-            return FileFacts(path, kind="crash", message=message)
+            what = "reading it ended the process: damaged, or larger than memory"
+            return FileFacts(path, Note("error", "crash", what, (str(path),), "Extract the slide again."))
 
 
 def look_at(path: Path, settings: Preparation, *, deep: bool = False) -> FileFacts:
     """The facts of one file; never raises on what a file holds."""
     try:
         return _facts(path, settings, deep=deep)
-    except BagError as error:
-        return FileFacts(path, error.kind, str(error).removeprefix(f"{error.path}: "), bytes=_size(path))
     except UserError as error:
-        return FileFacts(path, "unusable", str(error), bytes=_size(path))
-    except Exception as error:  # a doctor does not die of a patient: name the file and go on
+        problem = _problem(error, path)
+    except Exception as error:  # one bad file must not abort the survey
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        message = f"cannot be read ({said}). Extract the slide again; if that does not help, report it as a bug."
-        return FileFacts(path, "unreadable", message, bytes=_size(path))
+        cure = "Extract the slide again; if that does not help, report it as a bug."
+        problem = Note("error", "unreadable", f"cannot be read ({said})", (str(path),), cure)
+    return FileFacts(path, problem, bytes=_size(path))
+
+
+def _problem(error: UserError, path: Path) -> Note:
+    return Note.of(error, kind="unusable" if error.kind == "user" else error.kind, where=(str(path),))
 
 
 def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
     header = open_bag(path, settings) if deep else open_header(path, settings)
     coords, stride = header.coords, header.stride
-    kind, message, whole, capped = None, "", None, None
+    problem, whole, capped = None, None, None
     try:
         whole, capped = _neighbours(coords, stride, settings)
     except UserError as error:
-        kind, message = "no_neighbours", str(error)
+        problem = _problem(error, path)
     nonfinite = zeros = 0
     if isinstance(header, Bag):
         nonfinite, zeros = _odd_rows(header.features)
-    if nonfinite and kind is None:
-        kind = "nonfinite"
-        message = (
-            f"{nonfinite} of {len(coords)} rows of features are NaN, infinite or too large for float32. Extract the "
-            "slide again, or drop those rows together with their positions."
-        )
+    if nonfinite and problem is None:
+        what = f"{nonfinite} of {len(coords)} rows of features are NaN, infinite or too large for float32"
+        cure = "Extract the slide again, or drop those rows together with their positions."
+        problem = Note("error", "nonfinite", what, (str(path),), cure)
     places, floor = _distinct(coords), settings.lattice == "floor"
     return FileFacts(
         path,
-        kind,
-        message,
+        problem,
         bytes=_size(path),
         patches=header.shape[0],
         width=header.shape[1],
@@ -155,7 +154,7 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         stride_source=header.stride_source,
         neighbours=whole,
         capped=capped,
-        # Patches of one cell that do not stand on one spot: lattices that start anew.
+        # Patches of one cell with different coordinates: lattices that start anew.
         shared_cells=places - _distinct(torch.div(coords.double(), stride, rounding_mode="floor")) if floor else 0,
         duplicates=len(coords) - places,
         nonfinite=nonfinite,
@@ -184,7 +183,7 @@ def _told(counts: Tensor) -> Neighbours:
 
 
 def _distinct(points: Tensor) -> int:
-    """How many of (N, 2) points differ: one number a point sorts much faster than rows do."""
+    """How many of (N, 2) points differ: one number per point sorts much faster than rows do."""
     x, y = (torch.unique(points[:, i], return_inverse=True)[1] for i in (0, 1))  # ranks: no key can overflow
     return len(torch.unique(x * (int(y.max()) + 1) + y))
 

@@ -1,4 +1,4 @@
-"""How `gated-srp check` shows what it found: a table of facts, then findings by severity and kind, then the verdict."""
+"""How `gated-srp check` shows what it found: a table of facts, then findings by level and kind, then the verdict."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gated_srp.checks.check import Check
-    from gated_srp.checks.findings import Finding
+    from gated_srp.errors import Note
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 _PLACES = 5  # places named in full before "and N more"
@@ -24,13 +24,13 @@ def show(check: "Check", console: "Console") -> None:
     facts = Table(show_header=False, box=None, pad_edge=False, title=f"check of {check.name}", title_justify="left")
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    for name, text in [("folder", _home(check) or "-"), *_facts(check.summary)]:
+    for name, text in [("folder", _home(check) or "-"), *_facts(check.facts)]:
         facts.add_row(name, text)
     console.print(facts, markup=False)
     home = _home(check)
-    for (severity, kind, cure), alike in groupby(check.findings, key=lambda f: (f.severity, f.kind, f.cure)):
+    for (level, kind, cure), alike in groupby(check.notes, key=lambda f: (f.level, f.kind, f.cure)):
         told = [replace(finding, where=tuple(w.removeprefix(home) for w in finding.where)) for finding in alike]
-        _show_kind(severity, kind, cure, alike=told, console=console)
+        _show_kind(level, kind, cure, alike=told, console=console)
     console.print()
     _show_verdict(check, console)
 
@@ -41,15 +41,15 @@ def _home(check: "Check") -> str:
     return os.path.join(os.path.commonpath(folders), "") if folders else ""
 
 
-def _show_kind(severity: str, kind: str, cure: str, *, alike: Sequence["Finding"], console: "Console") -> None:
+def _show_kind(level: str, kind: str, cure: str, *, alike: Sequence["Note"], console: "Console") -> None:
     from rich.padding import Padding
     from rich.text import Text
 
     count = f" ({len(alike)} times)" if len(alike) > 1 else ""
     console.print()
-    console.print(Text.assemble((severity, _COLOURS[severity]), " ", (kind.replace("_", " "), "bold"), count))
+    console.print(Text.assemble((level, _COLOURS[level]), " ", (kind.replace("_", " "), "bold"), count))
     for finding in alike[:_ALIKE]:
-        one = len(finding.where) == 1 and severity == "error"
+        one = len(finding.where) == 1 and level == "error"
         line = f"{finding.where[0]}: {finding.what}" if one else finding.what
         console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
         if finding.where and not one:
@@ -66,9 +66,9 @@ def _show_kind(severity: str, kind: str, cure: str, *, alike: Sequence["Finding"
 def _show_verdict(check: "Check", console: "Console") -> None:
     from rich.text import Text
 
-    tally = {name: sum(f.severity == name for f in check.findings) for name in _COLOURS}
+    tally = {name: sum(f.level == name for f in check.notes) for name in _COLOURS}
     counts = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in tally.items() if count)
-    if check.must_fix:
+    if not check.ok:
         console.print(Text(f"Not ready: {counts}. Mend the errors, then check again.", style="bold red"))
         if check.quarantine:
             console.print(
@@ -78,8 +78,8 @@ def _show_verdict(check: "Check", console: "Console") -> None:
                 highlight=False,
             )
     else:
-        console.print(Text(f"Ready{f': {counts}' if counts else ', nothing to remark'}.", style="bold green"))
-    if not check.summary["files"]["deep"]:
+        console.print(Text(f"Ready{f': {counts}' if counts else ', no issues found'}.", style="bold green"))
+    if not check.facts["files"]["deep"]:
         console.print("The feature values were not read; --deep looks for NaN, infinity and damage in them.")
 
 
@@ -103,7 +103,7 @@ def _facts(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     patches = summary["patches"]
     yield (
         "patches",
-        f"{patches['min']:,.0f} to {patches['max']:,.0f} a slide, median {patches['median']:,.0f}; "
+        f"{patches['min']:,.0f} to {patches['max']:,.0f} per slide, median {patches['median']:,.0f}; "
         f"{patches['total']:,} in all",
     )
     for place, one in enumerate(summary["strides"][:_PLACES]):
@@ -123,14 +123,14 @@ def _neighbours(neighbours: dict[str, Any], cap: dict[str, Any]) -> Iterator[tup
     mean = neighbours["mean"]
     yield (
         "neighbours",
-        f"{mean['median']:.1f} of {neighbours['most']} a patch (median of slides; {mean['min']:.1f} to "
+        f"{mean['median']:.1f} of {neighbours['most']} per patch (median of slides; {mean['min']:.1f} to "
         f"{mean['max']:.1f}); {100 * neighbours['alone']:.1f} % of patches have none",
     )
     if cap["files"]:
         yield (
             "after the cap",
             f"{cap['files']:,} slides have more than {cap['cap']:,} patches; on them "
-            f"{cap['before']:.1f} -> {cap['after']:.1f} neighbours a patch",
+            f"{cap['before']:.1f} -> {cap['after']:.1f} neighbours per patch",
         )
     elif cap["cap"]:
         yield "after the cap", f"unchanged: no slide has more than {cap['cap']:,} patches"
@@ -138,8 +138,7 @@ def _neighbours(neighbours: dict[str, Any], cap: dict[str, Any]) -> Iterator[tup
 
 def _labels(labels: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for note in labels["notes"]:
-        if not note.startswith("warning: "):
-            yield "labels", note  # how the table was read; with the balance of classes
+        yield "labels", note  # how the table was read; with the balance of classes
     from gated_srp.tasks import find_task
 
     yield from find_task(labels["task"]).tally_lines(labels)
@@ -163,7 +162,7 @@ def _cost(cost: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "comparison",
         f"{cost['runs']} runs one after another: roughly {_time(cost['comparison_seconds'])}; from the number of "
-        f"patches and {machine['rate'] / 1e9:,.0f} billion operations a second, measured on {machine['name']}",
+        f"patches and {machine['rate'] / 1e9:,.0f} billion operations per second, measured on {machine['name']}",
     )
 
 

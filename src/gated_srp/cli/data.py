@@ -17,7 +17,7 @@ def splits(
     seed: Annotated[int, typer.Option("--seed", min=0, help="The paper's are 42 to 46.")] = 42,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the split.")] = Path("split.csv"),
 ) -> None:
-    """Write the published split of a cohort: one row a slide or patient, with train, val or test."""
+    """Write the published split of a cohort: one row per slide or patient, with train, val or test."""
     from gated_srp.config.presets import find_cohort
     from gated_srp.data.splits.rules import assign_parts, write_split
 
@@ -27,7 +27,7 @@ def splits(
     slides = assign_parts(split, table).value_counts()
     write_split(split, output)
     for note in (*table.notes, *split.notes):
-        say(note)
+        say(note.line)
     for part, count in split.counts.items():
         say(f"{part:>5}  {count:>6} by {split.unit}  {slides.get(part, 0):>6} slides")
     say(f"{output}: {split.source}, hash {split.hash[:12]}")
@@ -36,37 +36,29 @@ def splits(
 def check(
     cohort: Annotated[Path, typer.Argument(help="The cohort's YAML, or a folder of feature files.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read the feature values too: NaN, infinity, damage.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything here too.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write everything here too.")] = None,
     quarantine: Annotated[
-        Path | None, typer.Option("--quarantine", help="Write the list of files to leave out, one a line.")
+        Path | None, typer.Option("--quarantine", help="Write the list of files to leave out, one per line.")
     ] = None,
 ) -> None:
     """Say what was found, what is wrong and what to do. Exit status 1 when something must be mended."""
-    from json import dumps
+    import json
 
-    from gated_srp.checks.check import check_cohort, check_folder, write_quarantine
-    from gated_srp.checks.estimate import this_machine
+    from gated_srp.checks.check import check as check_cohort
     from gated_srp.cli.check_view import show
-    from gated_srp.cli.progress import counting
-    from gated_srp.config.load import load_config
+    from gated_srp.cli.progress import show_progress
     from gated_srp.files import write_whole
 
-    with counting("files") as of:
-        if cohort.is_dir():
-            found = check_folder(cohort, deep=deep, progress=lambda files: of(len(files)))
-        else:
-            config, machine = load_config(cohort), this_machine()
-            found = check_cohort(config, deep=deep, progress=lambda files: of(len(files)), machine=machine)
-    if json is not None:
-        write_whole(json, dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
-    if quarantine is not None:
-        write_quarantine(found, quarantine)
+    with show_progress() as progress:
+        found = check_cohort(cohort, deep=deep, quarantine=quarantine, progress=progress)
+    if output is not None:
+        write_whole(output, json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n")
     with console() as page:
         show(found, page)
-    for path in (json, quarantine):
+    for path in (output, quarantine):
         if path is not None:
             say(f"written: {path}")
-    if found.must_fix:
+    if not found.ok:
         raise typer.Exit(1)
 
 

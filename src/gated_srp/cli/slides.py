@@ -165,7 +165,7 @@ def explain(
     mpp: Annotated[float | None, typer.Option("--mpp", help="Microns a pixel, where the slide does not say.")] = None,
 ) -> None:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
-    from gated_srp.data.files.opening import CONTAINERS
+    from gated_srp.data.files.containers import CONTAINERS
     from gated_srp.reports.explain import explain_slide
     from gated_srp.slides.tiles import Tiling
 

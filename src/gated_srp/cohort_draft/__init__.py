@@ -29,7 +29,8 @@ def draft_cohort(folder: Path, table: Path, home: Path, *, sheet: str | None = N
     """Look at the folder and at the table; ``home`` is where the YAML will stand, its paths are relative to it."""
     files = find_bags(folder)
     if not files:
-        raise UserError(f"{folder}: no feature file in it. Point at the folder of an extraction (.h5, .pt, .npz, ...).")
+        cure = "Point at the folder of an extraction (.h5, .pt, .npz, ...)."
+        raise UserError("no feature file in it", where=folder, cure=cure, kind="missing")
     frame, notes = read_frame(table, sheet=sheet)
     draft = Draft()
     draft.say(f"Written by `gated-srp init {folder} {table}`. Paths are relative to this file. Next: gated-srp check")
@@ -40,7 +41,7 @@ def draft_cohort(folder: Path, table: Path, home: Path, *, sheet: str | None = N
     draft.put("table", _path(table, home), f"{len(frame)} rows, {len(frame.columns)} columns")
     if sheet is not None:
         draft.put("sheet", sheet)
-    draft.seen += [f"{table}: {len(frame)} rows", *notes]
+    draft.seen += [f"{table}: {len(frame)} rows", *map(str, notes)]
     column, slides = put_slides(draft, frame, files)
     ids = {column, *(name for key in ("slide", "case", "site") for name in usual_columns(frame, USUAL[key]))}
     task = put_task(draft, frame[[name for name in frame.columns if name not in ids]], table)
@@ -66,7 +67,7 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
         if header.encoder and not said[header.encoder]:
             said[header.encoder] = 1
     names = sorted(name for name in said if name)
-    names += [name for one in broken if one.kind == "several_encoders" for name in _inside(one) if name not in names]
+    names += [name for one in broken if one.kind == "several_encoders" for name in one.found if name not in names]
     draft.put("features", _path(folder, home), f"{len(files)} feature files")
     draft.seen.append(f"{folder}: {len(files)} feature files")
     if len(names) > 1:
@@ -98,12 +99,6 @@ def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:
         except BagError as error:
             broken.append(error)
     return headers, broken
-
-
-def _inside(error: BagError) -> list[str]:
-    """The encoders that a file of several names in its refusal."""
-    found = re.search(r"several encoders \(([^)]*)\)", str(error))
-    return found[1].split(", ") if found else []
 
 
 _ENCODERS = "features of several encoders were found; a model is trained on those of one."

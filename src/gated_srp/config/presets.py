@@ -15,7 +15,7 @@ from gated_srp.data.splits.rules import Split
 from gated_srp.data.tables import published as cohort_labels
 from gated_srp.data.tables.published import LabelFile
 from gated_srp.data.tables.table import Table
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Recipe
 
 SEEDS = (42, 43, 44, 45, 46)
@@ -66,8 +66,8 @@ class Cohort:
         """The table of slides; the public file is in ``folder``, in the cohort's own folder there, or given itself."""
         path = self.labels.find(folder)
         table = self.reader(path, self)
-        notes = [note for note in (self.note, self.labels.difference(path)) if note]
-        return replace(table, notes=(*table.notes, *notes))
+        about = (Note("note", "table", self.note),) if self.note else ()
+        return replace(table, notes=(*table.notes, *about, *self.labels.differences(path)))
 
     def read_split(self, folder: str | Path, seed: int, *, table: Table | None = None) -> Split:
         """The published split of this seed; ``table`` if it was read before."""

@@ -3,14 +3,16 @@
 Shapes: N patches, C channels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 Unit = Literal["px", "um"]
 _ROWS = 2048  # checked at once
@@ -25,13 +27,18 @@ class BagError(UserError):
     bad_coords, no_stride, empty.
     """
 
-    def __init__(self, kind: str, path: Path, message: str) -> None:
-        super().__init__(message, where=path, kind=kind)
-
-    @property
-    def path(self) -> Path:
-        """The feature file."""
-        return Path(self.where)
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | PathLike[str],
+        cure: str = "",
+        kind: str = "unreadable",
+        found: Sequence[str] = (),
+    ) -> None:
+        super().__init__(what, where=where, cure=cure, kind=kind)
+        self.path = Path(where)  # the feature file; `where` may name the slide as well
+        self.found = tuple(found)  # what the file offers instead: names of encoders
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,13 +56,13 @@ class BagHeader:
     patch_size_level0: float | None = None  # side of a patch in level-0 pixels; with overlap larger than the stride
     wsi_path: Path | None = None  # the slide image, as the extractor noted it
     level0_size: tuple[int, int] | None = None  # width and height of the slide image
-    mpp: float | None = None  # microns a pixel of level 0
+    mpp: float | None = None  # microns per pixel of level 0
     magnification: float | None = None  # of level 0
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
 
     @property
     def stride_um(self) -> float | None:
-        """The stride in microns: exact, or by the nominal size of a pixel (40x: 0.25); None where the file does not tell.
+        """The stride in microns: exact, or by the nominal size of a pixel (40x: 0.25); None where the file does not say.
 
         The nominal size comes first: tools read a scan by its magnification, so that strides of one setting are one number.
         """

@@ -1,9 +1,9 @@
-"""Prepared bags on disk: one safetensors file a bag, memory-mapped when read again.
+"""Prepared bags on disk: one safetensors file per bag, memory-mapped when read again.
 
 An entry's name is a hash of the feature file's place and of all settings; the file's size and time stand inside, so a changed file
 replaces its entry. Entries are written under a temporary name and put in place whole: several processes may share a folder, and a
 killed one leaves nothing that could be taken for an entry. What a power cut or a bad disk leaves is found by the checksum, which
-every process looks at once an entry; waiting for the disk at each write (fsync) would cost more than the preparation.
+every process looks at once per entry; waiting for the disk at each write (fsync) would cost more than the preparation.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from gated_srp.data.files.siblings import position_files
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
 
 FORMAT = 1  # of an entry, and of what preparation computes: raise it when either changes
@@ -44,7 +45,8 @@ class BagCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.folder}: the cache cannot be made ({error.strerror}). Correct `cache`.") from None
+            what = f"the cache cannot be made ({error.strerror})"
+            raise UserError(what, where=self.folder, cure="Correct `cache`.", kind="cache") from None
         for draft in self.folder.glob(".*.tmp"):
             with suppress(OSError):
                 if time.time() - draft.stat().st_mtime > _ABANDONED:
@@ -65,7 +67,10 @@ class BagCache:
             try:
                 _store(entry, bag, identity)
             except OSError as error:  # a full disk must not end a run that does not need it
-                note = f"cache: {self.folder} cannot be written ({error.strerror}); the bag is prepared anew each time"
+                what = (
+                    f"the cache {self.folder} cannot be written ({error.strerror}); the bag is prepared anew each time"
+                )
+                note = Note("warning", "cache", what, cure="Free some space, or correct `cache`.")
                 return replace(bag, warnings=(*bag.warnings, note))
             found = _load(entry, path, identity, check=False) or bag
         self.sound.add(entry)
@@ -100,7 +105,8 @@ def _stamps(files: list[Path]) -> Iterator[tuple[str, int, int]]:
 
 
 def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
-    facts = {key: getattr(bag, key) for key in _FACTS} | {"warnings": bag.warnings, "window": bag.graph.window}
+    facts = {key: getattr(bag, key) for key in _FACTS}
+    facts |= {"warnings": [asdict(note) for note in bag.warnings], "window": bag.graph.window}
     tensors = {
         "features": bag.features.contiguous(),
         "coords": bag.coords.contiguous(),
@@ -138,12 +144,20 @@ def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag
             window=facts.pop("window"),
             lengths=(len(tensors["features"]),),
         )
-        warnings = tuple(facts.pop("warnings"))
+        warnings = tuple(_warning(stored) for stored in facts.pop("warnings"))
         return PreparedBag(
             path=path, features=tensors["features"], coords=tensors["coords"], graph=graph, warnings=warnings, **facts
         )
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError, TypeError):
         return None  # RuntimeError: torch, when another process removed the file between opening and mapping
+
+
+def _warning(stored: str | dict[str, Any]) -> Note:
+    """A warning as an entry keeps it: its parts, or of version 0.1 one text, ``kind: what. cure``."""
+    if isinstance(stored, str):
+        kind, _, what = stored.partition(": ")
+        return Note("warning", kind, what)
+    return Note(**stored | {"where": tuple(stored["where"])})
 
 
 def _checksum(tensors: dict[str, Tensor], told: str) -> str:

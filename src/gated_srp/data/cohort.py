@@ -1,7 +1,7 @@
 """A cohort's settings turned into slides: the table, the file of each slide, who trains and who tests.
 
 data = open_cohort(load_config("cohort.yaml"))
-slides = data.slides(seed=42)                     # one row a slide: slide, case, label(s), file, part
+slides = data.slides(seed=42)                     # one row per slide: slide, case, label(s), file, part
 """
 
 import logging
@@ -19,7 +19,7 @@ from gated_srp.data.splits.imported import import_split
 from gated_srp.data.splits.rules import Split, assign_parts, k_folds, own_split, site_folds
 from gated_srp.data.tables.matching import Matches, match_slides
 from gated_srp.data.tables.table import Table, read_table
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,17 @@ class CohortData:
     matches: Matches
 
     @cached_property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Note, ...]:
         """How the table was read and which slides have no file."""
-        return (*self.table.notes, *self.matches.report())
+        return (*self.table.notes, *(Note("note", "files", line) for line in self.matches.report()))
 
     def split(self, seed: int, fold: int = 0) -> Split:
         """The split of a seed (and of a fold): imported, published, or drawn by patient."""
         config, table = self.config, self.table
         number = config.folds.number if config.folds else 1
         if not 0 <= fold < number:
-            raise UserError(f"fold {fold}: this cohort has {number}, counted from 0. Set `folds` for more.")
+            what = f"this cohort has {number}, counted from 0"
+            raise UserError(what, where=f"fold {fold}", cure="Set `folds` for more.", kind="split")
         if config.split is not None:
             path = str(config.split).replace("{seed}", str(seed)).replace("{fold}", str(fold))
             return import_split(path, table, fold=fold, seed=seed)
@@ -69,10 +70,9 @@ def open_cohort(config: CohortConfig, files: Iterable[Path] | None = None) -> Co
     matches = match_slides(list(table.frame["slide"]), found)
     if not matches.found:
         example = f"the first slide is {table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
-        raise UserError(
-            f"none of {len(table.frame)} slides has a file of its name: {example}. Check `slide` and "
-            f"`{'images' if config.images else 'features'}`."
-        )
+        what = f"none of {len(table.frame)} slides has a file of its name: {example}"
+        cure = f"Check `slide` and `{'images' if config.images else 'features'}`."
+        raise UserError(what, cure=cure, kind="matching")
     data = CohortData(config, table, matches)
     for note in data.notes:
         logging.getLogger(__name__).debug("%s: %s", config.name, note)
@@ -83,16 +83,17 @@ def find_files(config: CohortConfig) -> list[Path]:
     """All feature files of the cohort's folders, or its images."""
     if config.images is not None:
         if config.images.folder is None:
-            raise UserError(f"{config.name}: `images` is not set. Name the folder of the images.")
+            cure = "Name the folder of the images."
+            raise UserError("`images` is not set", where=config.name, cure=cure, kind="setting")
         return find_images(config.images.folder)
     if not config.features:
-        raise UserError(f"{config.name}: `features` is not set. Name the folder of the feature files.")
+        cure = "Name the folder of the feature files."
+        raise UserError("`features` is not set", where=config.name, cure=cure, kind="setting")
     found = [path for folder in config.features for path in find_bags(folder, encoder=config.encoder)]
     if not found:
         of = f" of {config.encoder}" if config.encoder else ""
-        raise UserError(
-            f"{', '.join(map(str, config.features))}: no feature file{of} in it. Check `features` and `encoder`."
-        )
+        cure, where = "Check `features` and `encoder`.", ", ".join(map(str, config.features))
+        raise UserError(f"no feature file{of} in it", where=where, cure=cure, kind="missing")
     return found
 
 
@@ -111,6 +112,6 @@ def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)
     wanted = (
-        "`labels`, the folder of its public label files," if config.preset else "`table`, one row a slide or patient,"
+        "`labels`, the folder of its public label files," if config.preset else "`table`, one row per slide or patient,"
     )
-    raise UserError(f"{config.name}: {wanted} is not set. Labels cannot be read.")
+    raise UserError(f"{wanted} is not set", where=config.name, cure="Labels cannot be read.", kind="setting")

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.bag import BagError
 from gated_srp.data.cache import BagCache
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
 from gated_srp.errors import UserError
@@ -107,10 +106,7 @@ class SlideDataset(Dataset[SlideBag]):
 
     def _named(self, index: int, error: UserError) -> UserError:
         """The same error with the slide's name, which need not be in the file's."""
-        said = f"{error} (slide {self.slides['slide'][index]!r})"
-        if isinstance(error, BagError):
-            return BagError(error.kind, error.path, said.removeprefix(f"{error.path}: "))
-        return UserError(said)
+        return error.changed(where=f"{error.where or self.files[index]} (slide {self.slides['slide'][index]!r})")
 
 
 class BagLoader:

@@ -16,7 +16,7 @@ from gated_srp.config.schema import CohortConfig
 from gated_srp.data.bag import Bag, BagHeader, Unit
 from gated_srp.data.files.formats import read_bag, read_header
 from gated_srp.data.files.images import ImageGrid, image_header, read_image
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -68,7 +68,7 @@ class PreparedBag:
     stride_source: str
     unit: Unit
     encoder: str | None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
 
 
 def open_header(path: str | Path, settings: Preparation) -> BagHeader:
@@ -94,7 +94,7 @@ def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | No
     try:
         graph, notes = _graph(bag, rows, settings)
     except UserError as error:
-        raise UserError(f"{bag.path}: {error}") from None
+        raise error.changed(where=f"{bag.path}: {error.where}" if error.where else str(bag.path)) from None
     coords = bag.coords if rows is None else bag.coords[rows]  # (L, 2)
     return PreparedBag(
         path=bag.path,
@@ -133,22 +133,20 @@ def _rounded(bag: Bag, rows: Tensor | None, settings: Preparation) -> Tensor:
     """The kept features in the wanted type, finite."""
     bad = bag.nonfinite_rows()
     if len(bad):
-        raise UserError(
-            f"{bag.path}: {len(bad)} of {len(bag.features)} rows of features are not finite (NaN or infinity), the first is row "
-            f"{int(bad[0])}. Extract the slide again, or leave it out of the table; `gated-srp check --deep` lists all such slides."
-        )
+        what = f"{len(bad)} of {len(bag.features)} rows of features are not finite (NaN or infinity), the first is row {int(bad[0])}"
+        cure = "Extract the slide again, or leave it out of the table; `gated-srp check --deep` lists all such slides."
+        raise UserError(what, where=bag.path, cure=cure, kind="nonfinite")
     features = bag.features if rows is None else bag.features[rows]
     if settings.dtype is None or features.dtype == DTYPES[settings.dtype]:
         return features
     rounded = features.to(DTYPES[settings.dtype])
     if settings.dtype == "float16" and not all(torch.isfinite(part).all() for part in rounded.split(2048)):
-        raise UserError(
-            f"{bag.path}: features beyond 65504 do not fit float16. Set `cache: {{dtype: bfloat16}}` or float32."
-        )
+        cure = "Set `cache: {dtype: bfloat16}` or float32."
+        raise UserError("features beyond 65504 do not fit float16", where=bag.path, cure=cure, kind="wrong_dtype")
     return rounded
 
 
-def _graph(bag: Bag, rows: Tensor | None, settings: Preparation) -> tuple[PatchGraph, tuple[str, ...]]:
+def _graph(bag: Bag, rows: Tensor | None, settings: Preparation) -> tuple[PatchGraph, tuple[Note, ...]]:
     """The graph of the kept rows, built anew on them; with a cap, how many neighbours it cost.
 
     Kept rows are put in front of the others and the lists of the whole slide cut to them. That is the graph of the kept rows
@@ -168,5 +166,5 @@ def _graph(bag: Bag, rows: Tensor | None, settings: Preparation) -> tuple[PatchG
         neighbours[inside], offsets, torch.zeros(len(rows)), window=settings.window, lengths=(len(rows),)
     )
     means = [float(g.neighbour_count.double().mean()) for g in (whole, graph)]
-    note = f"cap: {len(rows)} of {len(bag.coords)} patches kept; neighbours a patch {means[0]:.2f} before, {means[1]:.2f} after"
-    return graph, (note,)
+    what = f"{len(rows)} of {len(bag.coords)} patches kept; neighbours per patch {means[0]:.2f} before, {means[1]:.2f} after"
+    return graph, (Note("warning", "cap", what),)

@@ -256,6 +256,7 @@ def _check_density(counts: Tensor, coords: Tensor, stride: float) -> None:
     except UserError:
         observed = "no two patches share a row or a column"
     raise UserError(
-        f"stride {stride:g} leaves {float(counts.double().mean()):.3f} neighbours a patch on average, so Gated SRP would do nothing; {observed}. "
-        "Pass the distance between neighbouring patches in the units of coords, or leave stride out to have it inferred."
+        f"stride {stride:g} leaves {float(counts.double().mean()):.3f} neighbours per patch on average, so Gated SRP would do nothing; {observed}",
+        cure="Pass the distance between neighbouring patches in the units of coords, or leave stride out to have it inferred.",
+        kind="no_neighbours",
     )

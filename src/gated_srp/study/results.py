@@ -65,7 +65,8 @@ class Comparison:
 
 def read_results(path: str | Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Results with text in all columns but ``value``, and notes on what is missing. An arm named "NA" stays an arm."""
-    frame, notes = read_frame(path)
+    frame, found = read_frame(path)
+    notes = tuple(note.line for note in found)
     frame = frame.rename(columns={pick_column(frame, name, path): name for name in COLUMNS})[list(COLUMNS)]
     for name in COLUMNS[:-1]:
         if frame[name].isna().any():

@@ -129,7 +129,7 @@ def evaluate_run(
     findings = member.task.examine(cases, member.card)
     if findings is not None:
         cases = cases.assign(**findings.columns)
-    said = (*data.notes, *notes, *found.notes, *_cautions(member, predicted))
+    said = (*(note.line for note in data.notes), *notes, *found.notes, *_cautions(member, predicted))
     return Evaluation(
         member, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, findings
     )
@@ -193,7 +193,7 @@ def _labelled(data: CohortData, task: Task) -> tuple[pd.DataFrame, list[str]]:
     frame = data.table.frame
     frame = frame.assign(file=frame["slide"].map(data.matches.found)).dropna(subset="file").reset_index(drop=True)
     frame, notes = task.matched(frame, data.table.classes, where=data.config.name)
-    return frame, [f"warning: {note}" if note.level == "warning" else str(note) for note in notes]
+    return frame, [note.line for note in notes]
 
 
 def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:

@@ -72,7 +72,9 @@ def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
     _check_parts(slides, split, data)
     task = data.table.kind.fit(slides[slides["part"] == "train"], data.table.classes, config.metric)
     bags = SlideDataset.of(config, slides, task.encode(slides))
-    material = Material(slides, split, task, bags, config.score, (*data.notes, *split.notes))
+    material = Material(
+        slides, split, task, bags, config.score, tuple(note.line for note in (*data.notes, *split.notes))
+    )
     if config.score == "case" and material.mixed_truth(slides):
         raise UserError(
             f"score: case, but the slides of some patients differ in {' or '.join(task.truth)}, so a case has no single truth. "

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +22,7 @@ from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import BagLoader, SlideBag
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.tables.matching import slide_stem
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, joined
 from gated_srp.files import write_whole
 from gated_srp.models import SlideModel
 from gated_srp.tasks import Task
@@ -214,7 +213,7 @@ class _Gathered:
             for number, runner in runners.items():
                 self.logits[number, row] = runner(bag)
         except UserError as error:
-            self.problems[row] = _plain(error, self.slides.iloc[row])
+            self.problems[row] = joined(error.what, cure=error.cure)  # the file and the slide stand beside it
             return
         mean = slide_mean(bag.features)[None]  # (1, C): a slide of its mean
         known = [runner.known for runner in runners.values() if runner.known is not None]
@@ -223,7 +222,8 @@ class _Gathered:
         farthest = float(np.fmax.reduce([before, *far]))  # by the member that finds it farthest
         self.about[row] = bag.num_patches, farthest, unlike or any(one.unlike(mean) for one in known)
         for warning in bag.warnings:
-            self.warnings[re.sub(r"[\d.,]+", "#", warning)].append(f"{bag.slide}: {warning}")
+            if warning.kind != "cap":  # which is as in training
+                self.warnings[re.sub(r"[\d.,]+", "#", warning.what)].append(f"{bag.slide}: {warning}")
 
     def outputs(self, members: Sequence[Member]) -> Outputs:
         rows = [row for row in range(len(self.slides)) if row not in self.problems]
@@ -241,11 +241,6 @@ class _Gathered:
         )
 
 
-def _plain(error: UserError, slide: pd.Series[Any]) -> str:
-    """An error without the file's and the slide's name, which stand beside it."""
-    return str(error).removeprefix(f"{slide['file']}: ").removesuffix(f" (slide {slide['slide']!r})")
-
-
 def _none_left(skipped: pd.DataFrame) -> UserError:
     reasons = skipped["problem"].value_counts(sort=False)
     listed = "\n".join(
@@ -258,8 +253,9 @@ def _none_left(skipped: pd.DataFrame) -> UserError:
 
 def _notes(members: Sequence[Member], warnings: dict[str, list[str]]) -> tuple[str, ...]:
     """What a person should know, warnings that differ in numbers alone once."""
-    told = [texts for kind, texts in warnings.items() if not kind.startswith("cap:")]  # which is as in training
-    notes = [texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "") for texts in told]
+    notes = [
+        texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "") for texts in warnings.values()
+    ]
     notes = notes[:_MOST] + ([f"and {len(notes) - _MOST} warnings of other kinds"] if len(notes) > _MOST else [])
     if members[0].encoder is None and members[0].images is None:
         notes.append("the model's card names no encoder, so only the width of the features could be compared")

@@ -18,7 +18,7 @@ from gated_srp.data.files.encoders import is_known
 from gated_srp.data.files.images import ImageGrid
 from gated_srp.data.loader import SlideBag, SlideDataset
 from gated_srp.data.prepared import Preparation, open_header
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card
 from gated_srp.training.domain import FeatureStatistics
@@ -143,8 +143,10 @@ class FittingDataset(SlideDataset):
             raise
         except Exception as error:  # one odd file must not end the others' predictions
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise UserError(f"{self.files[index]}: cannot be read ({said}). Extract the slide again.") from error
-        return replace(bag, warnings=(*bag.warnings, *notes))
+            raise UserError(
+                f"cannot be read ({said})", where=self.files[index], cure="Extract the slide again."
+            ) from error
+        return replace(bag, warnings=(*bag.warnings, *(Note("warning", "input", note) for note in notes)))
 
     def _fit(self, path: Path) -> tuple[str, ...]:
         header, member = self._header(path), self.member
@@ -162,7 +164,7 @@ class FittingDataset(SlideDataset):
                 f"{f' of {member.encoder}' if member.encoder else ''}. Extract the slides with the encoder of the training."
             )
         if refused := hard + ([] if self.force else soft):
-            raise UserError(f"{path}: {' '.join(refused)}")
+            raise UserError(" ".join(refused), where=path, kind="input")
         if member.encoder and header.encoder is None:
             soft.append(f"encoder: the file names none; taken for {member.encoder}, since the width fits")
         return tuple(soft)

@@ -1,14 +1,17 @@
-"""A feature file as named arrays, whatever holds them.
+"""A feature file as named arrays, whatever holds them; every failure of the libraries below gets a kind and a cure.
 
 Nothing is allocated before the claimed size is found to be real. A container is open for one call; only `read` touches
 array data, and it makes one contiguous read.
 """
 
+import errno
+import json
 import math
 import os
+import stat
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +23,42 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import BagError
-from gated_srp.data.files.attributes import WANTED, plain
+from gated_srp.errors import UserError
 
+CONTAINERS = {  # by ending: module, imported when a file asks for it, and class
+    ".h5": ("hdf5", "Hdf5File"),
+    ".hdf5": ("hdf5", "Hdf5File"),
+    ".pt": ("torchfile", "TorchFile"),
+    ".pth": ("torchfile", "TorchFile"),
+    ".npz": ("containers", "NumpyFile"),
+    ".npy": ("containers", "NumpyFile"),
+    ".safetensors": ("containers", "SafetensorsFile"),
+    ".zarr": ("containers", "ZarrFolder"),
+}
+# Attributes that are read; anything else in a file stays untouched.
+_ATTRIBUTES = frozenset(
+    [
+        "patch_size",
+        "patch_size_level0",
+        "level0_magnification",
+        "target_magnification",
+        "overlap",
+        "level0_width",
+        "level0_height",
+        "wsi_path",
+        "mpp",
+        "mpp_x",
+        "level0_mpp",
+        "encoder",
+        "extractor",
+        "unit",
+        "tile_size_um",
+        "tile_size",
+        "feat_type",
+        "patch_level",
+        "downsample",
+    ]
+)
 _INFLATION = 200  # features hardly compress: bytes that claim to have shrunk more than this are a bomb
 _HARMLESS = 2**24  # bytes; positions on a lattice may shrink to anything, but are few
 
@@ -77,29 +114,52 @@ class Container(ABC):
         """Plain values of the known attributes of an array, or of the file."""
         return {}
 
-    def error(self, kind: str, message: str) -> BagError:
-        return BagError(kind, self.path, message)
+    def error(self, kind: str, what: str, cure: str, *, found: Sequence[str] = ()) -> BagError:
+        return BagError(what, where=self.path, cure=cure, kind=kind, found=found)
 
     def _dtype(self, name: str, dtype: np.dtype[Any]) -> torch.dtype:
         found = _DTYPES.get(f"{dtype.kind}{dtype.itemsize}")
         if found is None:
             raise self.error(
                 "wrong_dtype",
-                f"'{name}' holds {dtype}, expected numbers (float16, float32 ...). Name the right key.",
+                f"'{name}' holds {dtype}, expected numbers (float16, float32 ...)",
+                "Name the right key.",
             )
         return found
 
     def _oversized(self, name: str, claimed: int, stored: int) -> BagError:
         return self.error(
             "oversized",
-            f"'{name}' claims {claimed:,} bytes, but only {stored:,} are stored. "
+            f"'{name}' claims {claimed:,} bytes, but only {stored:,} are stored",
             "The extraction was interrupted, or the file is not what it says; extract the slide again.",
         )
 
 
+def plain(value: Any) -> Any:
+    """An attribute as tools really store it (0-d array, byte string, JSON as text) as a plain value; None for whatever means nothing.
+
+    >>> plain(np.array([512.0])), plain(b"None"), plain('{"a": 1}'), plain(np.int64(3)), plain(b"uni_v2")
+    (512.0, None, {'a': 1}, 3, 'uni_v2')
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.item() if value.size == 1 else value.tolist() if value.size else None
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        value = value.strip("\0 \n")
+        if value.lower() in ("", "none", "null", "nan"):
+            return None
+        if value[0] in '{["':
+            try:
+                return json.loads(value)
+            except ValueError:
+                return value
+    return value if isinstance(value, int | float | str | list | dict) else None
+
+
 def known(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values of the attributes that this package reads."""
-    return {name: plain(attrs[name]) for name in attrs if name in WANTED}
+    return {name: plain(attrs[name]) for name in attrs if name in _ATTRIBUTES}
 
 
 def unfolded(stored: int) -> int:
@@ -155,7 +215,7 @@ class NumpyFile(Container):
         if name or not self._zip:
             return {}
         found = {}
-        for entry in WANTED.intersection(self.names()):
+        for entry in _ATTRIBUTES.intersection(self.names()):
             shape, dtype = self._header(entry)
             if math.prod(shape) <= 2 and dtype.itemsize < 4096:
                 with self._open(entry) as stream:
@@ -185,7 +245,8 @@ class SafetensorsFile(Container):
         if dtype is None and part.get_dtype()[0] not in "IU":
             raise self.error(
                 "wrong_dtype",
-                f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64). Name the right key.",
+                f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64)",
+                "Name the right key.",
             )
         return Spec(tuple(part.get_shape()), dtype or torch.int64)
 
@@ -206,7 +267,7 @@ class ZarrFolder(Container):
             zarr = import_module("zarr")
         except ModuleNotFoundError:
             raise self.error(
-                "needs_package", "reading zarr needs the package zarr. Install it with: pip install zarr"
+                "needs_package", "reading zarr needs the package zarr", "Install it with: pip install zarr"
             ) from None
         self._group = zarr.open_group(str(path), mode="r")
 
@@ -231,3 +292,76 @@ def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     """A tensor of native byte order; shares memory where nothing had to change."""
     native = array.astype(str(dtype).removeprefix("torch."), order="C", copy=False)
     return torch.from_numpy(native if native.flags.writeable else native.copy())
+
+
+# Opening -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Container]:
+    """The file as named arrays, for the length of a ``with``; whatever goes wrong inside leaves as a `BagError`."""
+    _check_path(path)
+    try:
+        with _container(path) as file:
+            yield file
+    except (UserError, ImportError, AttributeError, NameError, AssertionError):
+        raise  # said already, or a bug of ours
+    except MemoryError:
+        cure = "Check the file, or use a larger machine."
+        raise BagError("does not fit into memory", where=path, cure=cure, kind="oversized") from None
+    except Exception as error:  # damage shows as anything: a parser's, an unpickler's, a C library's error
+        raise _classified(path, error) from error
+
+
+def _container(path: Path) -> Container:
+    module, name = CONTAINERS[path.suffix.lower()]
+    file: Container = getattr(import_module(f"{__package__}.{module}"), name)(path)
+    return file
+
+
+def _check_path(path: Path) -> None:
+    try:
+        info = os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            cure = "Remove it or point it at the file."
+            raise BagError("a symbolic link that leads to itself", where=path, cure=cure, kind="symlink_loop") from None
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            cure = "Check the path, or extract the slide."
+            raise BagError("no such file", where=path, cure=cure, kind="missing") from None
+        what = f"cannot be opened ({error.strerror})"
+        raise BagError(what, where=path, cure="Check its permissions.", kind="unreadable") from None
+    ending = path.suffix.lower()
+    if ending not in CONTAINERS:
+        what = f"ending {ending!r}, expected one of {', '.join(CONTAINERS)}"
+        raise BagError(what, where=path, cure="Convert or rename the file.", kind="unknown_format")
+    if ending == ".zarr":
+        return
+    if not stat.S_ISREG(info.st_mode):
+        cure = "Expected a feature file; to read a folder, find its files with find_bags."
+        raise BagError("not a regular file", where=path, cure=cure, kind="unreadable")
+    if info.st_size == 0:
+        cure = "Delete it and extract the slide again."
+        raise BagError("the file has 0 bytes: its writing was interrupted", where=path, cure=cure, kind="zero_bytes")
+
+
+def _classified(path: Path, error: Exception) -> BagError:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if isinstance(error, PermissionError):
+        return BagError("permission denied", where=path, cure="Check the file's permissions.", kind="unreadable")
+    if "unable to lock" in said:  # HDF5 has no exception of its own for this
+        cure = "Wait until its writer has ended; on a network drive set HDF5_USE_FILE_LOCKING=FALSE."
+        return BagError(f"locked ({said})", where=path, cure=cure, kind="locked")
+    if path.suffix.lower() == ".npz" and not _starts_with(path, b"PK"):
+        cure = "Download or extract it again, or correct its ending."
+        return BagError("not an npz file", where=path, cure=cure, kind="not_zip")
+    cure = "Copy or download it again, or extract the slide again."
+    return BagError(f"cut short or damaged ({said})", where=path, cure=cure, kind="truncated")
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(magic)) == magic
+    except OSError:
+        return False

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import Bag, BagError, BagHeader
-from gated_srp.data.files import stride as geometry
-from gated_srp.data.files.attributes import number, text
-from gated_srp.data.files.containers import Container
+from gated_srp.data.files.containers import Container, opened
 from gated_srp.data.files.encoders import canonical, encoder_of_folder, is_known, known_widths
-from gated_srp.data.files.opening import opened
-from gated_srp.data.files.positions import Places, Positions, read_positions
+from gated_srp.data.files.siblings import Places, Positions, read_positions
+from gated_srp.data.files.stride import lattice_of, number, stamp_positions, text
+from gated_srp.errors import Note
 
 _FEATURES = ("features", "feats", "patch_embeddings", "embeddings")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -84,14 +83,14 @@ def _collect(file: Container, *, encoder: str | None, features_key: str | None, 
         raise _row_mismatch(file, shape, len(positions.values))
     name = _encoder_name(key, own, root)
     if encoder and name and canonical(encoder) != name and is_known(encoder) and is_known(name):
-        raise file.error("wrong_encoder", _other_encoder(name, encoder))
+        raise file.error("wrong_encoder", _other_encoder(name, encoder), _RIGHT_ENCODER)
     places: Places = [positions.places[0], ("features", own), ("file root", root), *positions.places[1:]]
     return _Found(file.path, key, shape, dtype, positions, places, name)
 
 
 def _header(found: _Found, *, encoder: str | None, stride: float | None) -> BagHeader:
-    positions = geometry.stamp_positions(found.positions, found.places) if found.key == "feats" else found.positions
-    lattice = geometry.lattice(positions, found.places, found.path, given=stride)
+    positions = stamp_positions(found.positions, found.places) if found.key == "feats" else found.positions
+    lattice = lattice_of(positions, found.places, found.path, given=stride)
     said = found.encoder or encoder_of_folder(found.path)
     name = found.encoder or (canonical(encoder) if encoder else said)
     return BagHeader(
@@ -139,7 +138,7 @@ def _features_name(file: Container, names: Sequence[str], encoder: str | None, f
     looked = features_key or ", ".join(_FEATURES)
     raise file.error(
         "no_features",
-        f"no features (found: {listed}; looked for {looked}). "
+        f"no features (found: {listed}; looked for {looked})",
         "Name the key with features_key, or run the tool's feature extraction.",
     )
 
@@ -151,15 +150,15 @@ def _of_encoder(file: Container, inside: list[str], encoder: str | None) -> str:
         if len(names) == 1:
             return inside[0]
         example = canonical(next(iter(names)))
-        raise file.error(
-            "several_encoders", f"features of several encoders ({listed}). Choose one by name: encoder={example!r}."
-        )
+        what, cure = f"features of several encoders ({listed})", f"Choose one by name: encoder={example!r}."
+        raise file.error("several_encoders", what, cure, found=tuple(names))
     if encoder in names:
         return names[encoder]
     same = [full for name, full in names.items() if canonical(name) == canonical(encoder)]
     if len(same) != 1:
         count = len(same) or "no"
-        raise file.error("wrong_encoder", f"{count} features of {encoder!r} (found: {listed}). Choose one by its name.")
+        what = f"{count} features of {encoder!r} (found: {listed})"
+        raise file.error("wrong_encoder", what, "Choose one by its name.", found=tuple(names))
     return same[0]
 
 
@@ -168,23 +167,25 @@ def _feature_shape(file: Container, key: str, level: str | None) -> tuple[tuple[
     shape, dtype = file.spec(key)
     rows = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
     if rows and rows[0] == 0:
-        raise file.error(
-            "empty", "no patches: no tissue was found. Leave the slide out, or extract it with other tissue settings."
-        )
+        cure = "Leave the slide out, or extract it with other tissue settings."
+        raise file.error("empty", "no patches: no tissue was found", cure)
     one_row = len(rows) == 2 and rows[0] == 1 and file.path.parent.name.startswith("slide_features")
     if len(shape) == 1 or one_row or level in ("slide", "patient"):
         raise file.error(
             "slide_embedding",
-            f"this is a slide embedding: '{key}' has shape {shape}, one vector a slide. "
+            f"this is a slide embedding: '{key}' has shape {shape}, one vector per slide",
             "Gated SRP needs features of patches, (N, C), with positions; point at the folder of patch features.",
         )
     if len(rows) != 2 or rows[1] == 0:
         raise file.error(
             "wrong_rank",
-            f"'{key}' has shape {shape}, expected (N, C) or (1, N, C). Name the right array: features_key.",
+            f"'{key}' has shape {shape}, expected (N, C) or (1, N, C)",
+            "Name the right array: features_key.",
         )
     if dtype not in _FLOATS:
-        raise file.error("wrong_dtype", f"'{key}' holds {dtype}, expected floats. Name the right array: features_key.")
+        raise file.error(
+            "wrong_dtype", f"'{key}' holds {dtype}, expected floats", "Name the right array: features_key."
+        )
     return (rows[0], rows[1]), dtype
 
 
@@ -192,20 +193,20 @@ def _row_mismatch(file: Container, shape: tuple[int, int], positions: int) -> Ba
     if shape[0] == 1:
         return file.error(
             "slide_embedding",
-            f"this is a slide embedding: one row of features for {positions} positions. "
-            "Gated SRP needs a row a patch; point at the folder of patch features.",
+            f"this is a slide embedding: one row of features for {positions} positions",
+            "Gated SRP needs one row per patch; point at the folder of patch features.",
         )
     return file.error(
         "row_mismatch",
-        f"{shape[0]} rows of features, but {positions} positions. They come from different extractions, or one was "
-        "interrupted; extract the slide again.",
+        f"{shape[0]} rows of features, but {positions} positions",
+        "They come from different extractions, or one was interrupted; extract the slide again.",
     )
 
 
-def _duplicates(coords: Tensor) -> tuple[str, ...]:
+def _duplicates(coords: Tensor) -> tuple[Note, ...]:
     again = len(coords) - len(np.unique(coords.double().numpy().view(np.complex128)))
-    found = f"duplicates: {again} of {len(coords)} patches stand where another stands; extract again if unexpected."
-    return (found,) if again else ()
+    what = f"{again} of {len(coords)} patches have the coordinates of another"
+    return (Note("warning", "duplicates", what, cure="Extract again if this is unexpected."),) if again else ()
 
 
 def _encoder_name(key: str, own: dict[str, Any], root: dict[str, Any]) -> str | None:
@@ -216,15 +217,18 @@ def _encoder_name(key: str, own: dict[str, Any], root: dict[str, Any]) -> str | 
 
 
 def _other_encoder(name: str, asked: str) -> str:
-    return f"features of {name!r}, but {canonical(asked)!r} was asked for. Point at the others, or change encoder."
+    return f"features of {name!r}, but {canonical(asked)!r} was asked for"
 
 
-def _encoder_notes(name: str | None, said: str | None, asked: str | None, width: int) -> tuple[str, ...]:
-    notes: tuple[str, ...] = ()
+_RIGHT_ENCODER = "Point at the others, or change encoder."
+
+
+def _encoder_notes(name: str | None, said: str | None, asked: str | None, width: int) -> tuple[Note, ...]:
+    notes: tuple[Note, ...] = ()
     if asked and said and canonical(asked) != said:  # a folder's word, or a name that the table lacks: may be an alias
-        notes = (f"encoder: {_other_encoder(said, asked)}",)
+        notes = (Note("warning", "encoder", _other_encoder(said, asked), cure=_RIGHT_ENCODER),)
     widths = known_widths(name or "")
     if widths and width not in widths:
-        expected = " or ".join(map(str, widths))
-        notes += (f"encoder: {name} gives {expected} channels, these have {width}. Check what wrote them.",)
+        what = f"{name} gives {' or '.join(map(str, widths))} channels, these have {width}"
+        notes += (Note("warning", "encoder", what, cure="Check what wrote them."),)
     return notes

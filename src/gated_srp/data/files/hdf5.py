@@ -15,7 +15,7 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.files.containers import Container, Spec, known, unfolded
 
 _MOST_HOPS = 8  # soft links in a row
-_ROWS = 2048  # read at once: HDF5 notes every chunk of a request, which for TRIDENT's chunks of one row takes kilobytes a row
+_ROWS = 2048  # read at once: HDF5 notes every chunk of a request, which for TRIDENT's chunks of one row takes kilobytes per row
 _GROUPS = ("features", "feats", "patch_embeddings", "embeddings")
 
 with suppress(ImportError):  # third-party compression filters register themselves
@@ -35,7 +35,7 @@ class Hdf5File(Container):
                 if pointer
                 else "Download or extract it again, or correct its ending."
             )
-            raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}. {cure}")
+            raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}", cure)
         self._file = h5py.File(path, "r", locking="best-effort")
 
     def close(self) -> None:
@@ -65,7 +65,8 @@ class Hdf5File(Container):
                 raise self.error(
                     "missing_filter",
                     f"'{name}' is compressed with a filter that is missing here ({label.decode('utf-8', 'replace')}, "
-                    f"number {code}). Install it with: pip install hdf5plugin",
+                    f"number {code})",
+                    "Install it with: pip install hdf5plugin",
                 )
         stored = data.id.get_storage_size()
         if plan.get_nfilters() and data.chunks:
@@ -94,12 +95,13 @@ class Hdf5File(Container):
         if not isinstance(data, h5py.Dataset):
             raise self.error(
                 "no_features",
-                f"'{name}' is a group, expected an array. Name the array with features_key or coords_key.",
+                f"'{name}' is a group, expected an array",
+                "Name the array with features_key or coords_key.",
             )
         if data.is_virtual or data.external:
             raise self._leads_away(name)
         if data.shape is None:
-            raise self.error("wrong_rank", f"'{name}' has no data at all. Extract the slide again.")
+            raise self.error("wrong_rank", f"'{name}' has no data at all", "Extract the slide again.")
         return data
 
     def _resolve(self, name: str, start: h5py.Group | None = None, hops: int = 0) -> h5py.Group | h5py.Dataset:
@@ -111,7 +113,8 @@ class Hdf5File(Container):
             if not isinstance(node, h5py.Group) or not node.id.links.exists(step.encode()):
                 raise self.error(
                     "unreadable",
-                    f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'}). Name a key that exists.",
+                    f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'})",
+                    "Name a key that exists.",
                 )
             link = node.id.links.get_info(step.encode()).type
             if link == h5py.h5l.TYPE_HARD:
@@ -125,7 +128,7 @@ class Hdf5File(Container):
     def _leads_away(self, name: str) -> Exception:
         return self.error(
             "external_link",
-            f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed. "
+            f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed",
             "Copy the data into one file (h5repack, or extract the slide again).",
         )
 

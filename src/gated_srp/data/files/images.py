@@ -1,6 +1,6 @@
 """An image as a bag: equal patches on a full lattice, and the pixels of each patch as its features.
 
-Shapes: S side of the image, P side of a patch, N = (S / P)^2 patches, C = 3 * P * P numbers a patch.
+Shapes: S side of the image, P side of a patch, N = (S / P)^2 patches, C = 3 * P * P numbers per patch.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,10 +54,12 @@ def find_images(folder: str | Path) -> list[Path]:
     """Image files of a folder and those below it, sorted."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder. Expected a folder of images ({', '.join(ENDINGS)}).")
+        cure = f"Expected a folder of images ({', '.join(ENDINGS)})."
+        raise UserError("no such folder", where=folder, cure=cure, kind="missing")
     found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS and not p.name.startswith("."))
     if not found:
-        raise UserError(f"{folder}: no image (endings {', '.join(ENDINGS)}) in it. Point at the folder that has them.")
+        what = f"no image (endings {', '.join(ENDINGS)}) in it"
+        raise UserError(what, where=folder, cure="Point at the folder that has them.", kind="missing")
     return found
 
 
@@ -174,22 +176,21 @@ def _opened(path: Path, grid: ImageGrid) -> Iterator["Image"]:
         with Image.open(path) as image:
             if image.size != (grid.size, grid.size):
                 found = f"{image.width} x {image.height} pixels, expected {grid.size} x {grid.size}"
-                raise BagError(
-                    "wrong_size", path, f"{found}. Resize or crop it, or set images.size to the size of all images."
-                )
+                cure = "Resize or crop it, or set images.size to the size of all images."
+                raise BagError(found, where=path, cure=cure, kind="wrong_size")
             if image.mode.startswith(("I", "F")):
-                raise BagError(
-                    "wrong_dtype", path, f"mode {image.mode}, expected 8 bits a colour. Save it as 8-bit RGB."
-                )
+                found = f"mode {image.mode}, expected 8 bits per colour"
+                raise BagError(found, where=path, cure="Save it as 8-bit RGB.", kind="wrong_dtype")
             yield image
     except (BagError, MemoryError):
         raise
     except FileNotFoundError:
-        raise BagError("missing", path, "no such image. Check the path, or leave it out of the table.") from None
+        cure = "Check the path, or leave it out of the table."
+        raise BagError("no such image", where=path, cure=cure, kind="missing") from None
     except (PermissionError, IsADirectoryError) as error:
-        raise BagError("unreadable", path, f"cannot be opened ({error.strerror}). Check its permissions.") from None
+        found = f"cannot be opened ({error.strerror})"
+        raise BagError(found, where=path, cure="Check its permissions.", kind="unreadable") from None
     except Exception as error:  # damage shows as anything: OSError, SyntaxError, zlib's and struct's errors
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise BagError(
-            "truncated", path, f"cut short, damaged or no image ({said}). Copy or download it again."
-        ) from error
+        found = f"cut short, damaged or no image ({said})"
+        raise BagError(found, where=path, cure="Copy or download it again.", kind="truncated") from error

@@ -3,6 +3,7 @@
 Shapes: N patches.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import BagError, Unit
-from gated_srp.data.files.attributes import number, text
-from gated_srp.data.files.positions import Places, Positions
-from gated_srp.errors import UserError
+from gated_srp.data.files.siblings import Places, Positions
+from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.lattice import infer_stride
 
@@ -37,7 +37,7 @@ class Declared(NamedTuple):
 class Stride(NamedTuple):
     value: float
     source: str
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
 
 
 class Lattice(NamedTuple):
@@ -46,7 +46,30 @@ class Lattice(NamedTuple):
     source: str
     unit: Unit
     patch_size: float | None
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
+
+
+def number(attrs: Mapping[str, Any], *names: str) -> float | None:
+    """The first of these attributes that is a finite positive or zero number.
+
+    >>> number({"mpp": "0.5"}, "level0_mpp", "mpp"), number({"mpp": -1}, "mpp")
+    (0.5, None)
+    """
+    for name in names:
+        value = attrs.get(name)
+        value = value[0] if isinstance(value, list) and value else value  # CLAM's downsample is a pair
+        try:
+            parsed = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if math.isfinite(parsed) and parsed >= 0 and not isinstance(value, bool):
+            return parsed
+    return None
+
+
+def text(attrs: Mapping[str, Any], *names: str) -> str | None:
+    """The first of these attributes that is text."""
+    return next((attrs[name] for name in names if isinstance(attrs.get(name), str)), None)
 
 
 def declared(places: Places, path: Path) -> Declared | None:
@@ -89,7 +112,7 @@ def _from_attrs(place: str, attrs: Attrs) -> Declared | None:
     return Declared(side, f"{place} ({named})", "px", side)
 
 
-def lattice(found: Positions, places: Places, path: Path, *, given: float | None = None) -> Lattice:
+def lattice_of(found: Positions, places: Places, path: Path, *, given: float | None = None) -> Lattice:
     """Positions as top-left corners in one unit, with their stride."""
     file = declared(places, path)
     unit: Unit = "um" if found.microns or _in_microns(file, places) else "px"
@@ -133,13 +156,15 @@ def settle(coords: Tensor, file: Declared | None, given: float | None, path: Pat
 
 def _given(given: float, observed: float | None) -> Stride:
     if not 0 < given < float("inf"):
-        raise UserError(f"stride is {given}: expected a positive number, the distance between neighbouring patches.")
+        what = f"{given} is no distance: expected a positive number, the distance between neighbouring patches"
+        raise UserError(what, where="stride", kind="stride")
     if observed is None or abs(given - observed) <= _AGREE * observed:
         return Stride(float(given), "given by the caller", ())
-    warning = (
-        f"stride: {given:g} was given and is used, but successive patches of a row or column are mostly "
-        f"{observed:g} apart. Leave stride out to have it found."
+    what = (
+        f"a stride of {given:g} was given and is used, but successive patches of a row or column are mostly "
+        f"{observed:g} apart"
     )
+    warning = Note("warning", "stride", what, cure="Leave stride out to have it found.")
     return Stride(float(given), f"given by the caller, coordinates show {observed:g}", (warning,))
 
 
@@ -148,12 +173,9 @@ def _observed_alone(coords: Tensor, observed: float | None, path: Path) -> Strid
         return Stride(observed, "observed from coordinates, nothing declared", ())
     if len(coords) == 1:
         return Stride(1.0, "a single patch: every stride gives the same graph", ())
-    raise BagError(
-        "no_stride",
-        path,
-        f"no stride is declared, and none is observed: no two of the {len(coords)} patches share a row or a column. "
-        "Pass stride=, the distance between neighbouring patches in the unit of coords.",
-    )
+    what = f"no stride is declared, and none is observed: no two of the {len(coords)} patches share a row or a column"
+    cure = "Pass stride=, the distance between neighbouring patches in the unit of coords."
+    raise BagError(what, where=path, cure=cure, kind="no_stride")
 
 
 def _disagreement(coords: Tensor, file: Declared, observed: float) -> Stride:
@@ -164,10 +186,11 @@ def _disagreement(coords: Tensor, file: Declared, observed: float) -> Stride:
     wrong = kept < _WORSE * possible
     used, source = (observed, "observed from coordinates") if wrong else (file.stride, f"declared on {file.source}")
     other = f"declared on {file.source}: {file.stride:g}" if wrong else f"coordinates show {observed:g}"
-    warning = (
-        f"stride: the file declares {file.stride:g} ({file.source}), but successive patches of a row or column "
-        f"are mostly {observed:g} apart; {used:g} is used. Pass stride= to decide otherwise."
+    what = (
+        f"the file declares a stride of {file.stride:g} ({file.source}), but successive patches of a row or column "
+        f"are mostly {observed:g} apart; {used:g} is used"
     )
+    warning = Note("warning", "stride", what, cure="Pass stride= to decide otherwise.")
     return Stride(used, f"{source}, disagrees with {other}" if wrong else f"{source}, but {other}", (warning,))
 
 

@@ -68,12 +68,14 @@ class TorchFile(Container):
             raise self.error(
                 "unsafe_pickle",
                 f"holds more than tensors and arrays ({refused[0] if refused else 'unknown'}); it was not loaded, "
-                "since that would run its code. Save the features alone: torch.save(tensor, path), or write HDF5.",
+                "since that would run its code",
+                "Save the features alone: torch.save(tensor, path), or write HDF5.",
             ) from None
         except Exception as error:  # a damaged pickle fails in any way
             raise self.error(
                 "truncated",
-                f"cut short or damaged ({type(error).__name__}). Copy it again, or extract the slide again.",
+                f"cut short or damaged ({type(error).__name__})",
+                "Copy it again, or extract the slide again.",
             ) from error
 
     def _check_entries(self, size: int) -> None:
@@ -87,11 +89,14 @@ class TorchFile(Container):
         with self.path.open("rb") as stream:
             head = stream.read(len(_LEGACY))
             if head.startswith(b"PK"):
-                raise self.error("truncated", "cut short: the end of the archive is missing. Copy or extract it again.")
+                raise self.error(
+                    "truncated", "cut short: the end of the archive is missing", "Copy or extract it again."
+                )
             if head != _LEGACY:
                 raise self.error(
                     "not_torch",
-                    "not a file written by torch.save. Download or extract it again, or correct its ending.",
+                    "not a file written by torch.save",
+                    "Download or extract it again, or correct its ending.",
                 )
             for _ in range(3):  # protocol version, system information, the object
                 largest = max((arg for _, arg, _ in pickletools.genops(stream) if isinstance(arg, int)), default=0)
@@ -113,10 +118,12 @@ class TorchFile(Container):
         ):
             raise self.error(
                 "wrong_dtype",
-                f"'{name}' is {type(value).__name__}, expected a dense tensor or array. Save the features alone.",
+                f"'{name}' is {type(value).__name__}, expected a dense tensor or array",
+                "Save the features alone.",
             )
         if not value.is_floating_point() and (value.is_complex() or value.dtype == torch.bool):
-            raise self.error("wrong_dtype", f"'{name}' holds {value.dtype}, expected numbers (float16, float32 ...).")
+            what = f"'{name}' holds {value.dtype}, expected numbers (float16, float32 ...)"
+            raise self.error("wrong_dtype", what, "Name the right key.")
         claimed, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
         if claimed > stored:  # an expanded view of a few bytes
             raise self._oversized(name, claimed, stored)

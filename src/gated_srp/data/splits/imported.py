@@ -5,7 +5,7 @@
 - Patho-Bench: columns ``fold_0`` ... in the label table
 - STAMP ``splits.json``
 - PANTHER: a folder of train.csv, val.csv, test.csv
-- one row an id: ``slide_id,split`` or ``case_id,split``, also what we write ourselves
+- one row per id: ``slide_id,split`` or ``case_id,split``, also what we write ourselves
 """
 
 import json
@@ -20,7 +20,7 @@ from gated_srp.data.tables.columns import USUAL
 from gated_srp.data.tables.matching import slide_stem
 from gated_srp.data.tables.read import listed, plain, read_frame, usual_columns
 from gated_srp.data.tables.table import Table
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 _WORDS = {
     **{"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"},
@@ -44,15 +44,14 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(
-            f"{path}: no such split. Give a .csv, .tsv, .xlsx or .json file, or a folder of train/val/test.csv."
-        )
+        cure = "Give a .csv, .tsv, .xlsx or .json file, or a folder of train/val/test.csv."
+        raise UserError("no such split", where=path, cure=cure, kind="missing")
     raw = _read_folder(path, fold) if path.is_dir() else _read_file(path, fold)
-    notes = []
+    notes: list[Note] = []
     pairs = raw.pairs
     if raw.val_is_test:
         pairs = [(unit, "test" if part == "val" else part) for unit, part in pairs]
-        notes.append("the file has train and val only, as SurvPath writes it: its val is read as test")
+        notes.append(_noted("the file has train and val only, as SurvPath writes it: its val is read as test"))
     split = _in_table_ids(pairs, table, path, notes)
     if "val" not in split.parts.values():
         split = _with_validation(split, table, seed)
@@ -73,9 +72,8 @@ def _read_folder(path: Path, fold: int) -> _Raw:
         return _Raw(pairs)
     inner = [*sorted(path.glob(f"splits_{fold}.csv")), *sorted(path.glob(f"*k={fold}"))]
     if not inner:
-        raise UserError(
-            f"{path}: no train.csv, splits_{fold}.csv or folder ending in k={fold} in it. Name the split's own file."
-        )
+        what = f"no train.csv, splits_{fold}.csv or folder ending in k={fold} in it"
+        raise UserError(what, where=path, cure="Name the split's own file.", kind="split")
     return _read_folder(inner[0], fold) if inner[0].is_dir() else _read_file(inner[0], fold)
 
 
@@ -89,14 +87,14 @@ def _read_file(path: Path, fold: int) -> _Raw:
     plain_forms = usual_columns(frame, ("split", "set", "part")) if fold == 0 else []
     column = next(iter([*usual_columns(frame, (f"fold_{fold}",)), *plain_forms]), None)
     if column is None:
-        raise UserError(f"{path}: no column train, fold_{fold} or split, so it names no parts. {listed(frame)}")
+        what = f"no column train, fold_{fold} or split, so it names no parts"
+        raise UserError(what, where=path, cure=listed(frame), kind="split")
     units = (usual_columns(frame, USUAL["slide"]) or usual_columns(frame, USUAL["case"]) or [frame.columns[0]])[0]
     rows = frame[[units, column]].dropna()
     unknown = sorted(set(rows[column].str.lower()) - set(_WORDS))
     if unknown:
-        raise UserError(
-            f"{path}: column {column!r} holds {', '.join(map(repr, unknown[:5]))}. Expected train, val or test."
-        )
+        what = f"column {column!r} holds {', '.join(map(repr, unknown[:5]))}"
+        raise UserError(what, where=path, cure="Expected train, val or test.", kind="split")
     return _Raw(
         [
             (unit, _WORDS[part.lower()])
@@ -114,9 +112,8 @@ def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Raw:
     else:
         units = frame[frame.columns[0]]
         if frame.columns[0] in parts:
-            raise UserError(
-                f"{path}: True/False below {', '.join(parts)} but no column of ids before them. {listed(frame)}"
-            )
+            what = f"True/False below {', '.join(parts)} but no column of ids before them"
+            raise UserError(what, where=path, cure=listed(frame), kind="split")
         pairs = [
             (unit, part)
             for column, part in parts.items()
@@ -131,10 +128,9 @@ def _read_stamp(path: Path, fold: int) -> _Raw:
         folds = json.loads(path.read_text(encoding="utf-8"))["splits"]
         chosen = {part: [str(unit) for unit in folds[fold][f"{part}_patients"]] for part in ("train", "test")}
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{path}: not a splits.json of STAMP with a fold {fold} ({type(error).__name__}: {error}). "
-            'Expected {"splits": [{"train_patients": [...], "test_patients": [...]}, ...]}.'
-        ) from None
+        what = f"not a splits.json of STAMP with a fold {fold} ({type(error).__name__}: {error})"
+        cure = 'Expected {"splits": [{"train_patients": [...], "test_patients": [...]}, ...]}.'
+        raise UserError(what, where=path, cure=cure, kind="split") from None
     return _Raw([(unit, part) for part, units in chosen.items() for unit in units])
 
 
@@ -143,7 +139,7 @@ def _slides_of(cells: Iterable[str]) -> list[str]:
     return [unit.strip() for cell in cells for unit in cell.split(";") if unit.strip()]
 
 
-def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes: list[str]) -> Split:
+def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes: list[Note]) -> Split:
     """Slides or patients, whichever the table knows more of; a unit in two parts is an error."""
     slides = {slide_stem(slide).casefold(): slide for slide in table.frame["slide"]}
     cases = {case.casefold(): case for case in table.frame["case"]}
@@ -159,16 +155,19 @@ def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes:
             torn.append(unit)
     if torn:
         who = ", ".join(sorted(set(torn))[:10])
-        raise UserError(f"{path}: {len(set(torn))} ids are in more than one part ({who}). Correct the file.")
+        what = f"{len(set(torn))} ids are in more than one part ({who})"
+        raise UserError(what, where=path, cure="Correct the file.", kind="split")
     if not parts:
         sample = pairs[0][0] if pairs else "nothing"
-        raise UserError(f"{path}: none of its ids (e.g. {sample!r}) is a slide or a patient of the table.")
+        what = f"none of its ids (e.g. {sample!r}) is a slide or a patient of the table"
+        raise UserError(what, where=path, cure="Check that the split is of this cohort.", kind="split")
     strangers = sum(unit is None for unit in known)
     if strangers:
-        notes.append(f"{strangers} of its {len(pairs)} ids are not in the table and are left out")
+        notes.append(_noted(f"{strangers} of its {len(pairs)} ids are not in the table and are left out"))
     absent = len(cases if by_case else slides) - len(parts)
     if absent:
-        notes.append(f"{absent} {'patients' if by_case else 'slides'} of the table are in no part and are left out")
+        units = "patients" if by_case else "slides"
+        notes.append(_noted(f"{absent} {units} of the table are in no part and are left out"))
     order = [part for part in PARTS if part in parts.values()]
     return Split(unit_name, parts, f"imported from {path.name} ({', '.join(order)})", tuple(notes))
 
@@ -180,5 +179,9 @@ def _with_validation(split: Split, table: Table, seed: int) -> Split:
     drawn = validation_of({case: group for case, group in case_groups(table).items() if case in train}, seed)
     case_of = dict(zip(table.frame["slide"], table.frame["case"], strict=True)) if split.by_slide else {}
     parts = {unit: drawn[case_of.get(unit, unit)] if part == "train" else part for unit, part in split.parts.items()}
-    note = f"no validation part: a tenth of the training patients was drawn, seed {seed}"
+    note = _noted(f"no validation part: a tenth of the training patients was drawn, seed {seed}")
     return Split(split.unit, parts, split.source, (*split.notes, note))
+
+
+def _noted(what: str) -> Note:
+    return Note("note", "split", what)

@@ -59,20 +59,18 @@ def from_row_files(table: Table, folder: str | Path) -> Split:
         try:
             rows = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({error}). ADP's row files train.npy, valid.npy and test.npy come with it."
-            ) from None
+            cure = "ADP's row files train.npy, valid.npy and test.npy come with it."
+            raise UserError(f"cannot be read ({error})", where=path, cure=cure, kind="split") from None
         if rows.ndim != 1 or rows.dtype.kind not in "iu":
-            raise UserError(f"{path}: expected a list of row numbers, found {rows.dtype} of shape {rows.shape}.")
+            what = f"expected a list of row numbers, found {rows.dtype} of shape {rows.shape}"
+            raise UserError(what, where=path, cure="Download the release again.", kind="split")
         if rows.size and (rows.min() < 0 or rows.max() >= len(table.frame)):
-            raise UserError(
-                f"{path}: row numbers run to {rows.max()}, the table has {len(table.frame)} rows. Wrong release?"
-            )
+            what = f"row numbers run to {rows.max()}, the table has {len(table.frame)} rows"
+            raise UserError(what, where=path, cure="Is it of another release?", kind="split")
         patches = table.frame["slide"].to_numpy()[rows].tolist()
         again = [patch for patch in patches if patch in parts]
         if again or len(set(patches)) < len(patches):
-            raise UserError(
-                f"{path}: a row is named twice, e.g. {(again or patches)[0]}. The three row files must not overlap."
-            )
+            what = f"a row is named twice, e.g. {(again or patches)[0]}"
+            raise UserError(what, where=path, cure="The three row files must not overlap.", kind="split")
         parts |= dict.fromkeys(patches, part)
     return Split("patch_id", parts, f"row files in {folder.name}")

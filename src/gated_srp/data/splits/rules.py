@@ -19,7 +19,7 @@ from gated_srp.data.splits.balance import balanced_parts, nearest_part
 from gated_srp.data.tables.columns import USUAL
 from gated_srp.data.tables.read import plain
 from gated_srp.data.tables.table import Table
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.files import whole
 
 PARTS = ("train", "val", "test")
@@ -32,7 +32,7 @@ class Split:
     unit: str
     parts: Mapping[str, str]
     source: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def hash(self) -> str:
@@ -64,16 +64,14 @@ def assign_parts(split: Split, table: Table) -> "pd.Series[Any]":
     """The part of each row of the table (missing: in none). A patient in two parts is an error."""
     parts = table.frame["slide" if split.by_slide else "case"].map(dict(split.parts))
     if parts.isna().all():
-        raise UserError(
-            f"{split.source}: none of its {split.unit}s is in the table, e.g. {next(iter(split.parts), 'none')!r}."
-        )
+        what = f"none of its {split.unit}s is in the table, e.g. {next(iter(split.parts), 'none')!r}"
+        raise UserError(what, where=split.source, cure="Check that the split is of this cohort.", kind="split")
     spread = parts.groupby(table.frame["case"]).nunique()
     crossing = spread.index[spread > 1]
     if len(crossing):
-        raise UserError(
-            f"{split.source}: {len(crossing)} patients are in more than one part ({', '.join(crossing[:10])}), "
-            "so the test would know them. Split by patient, or correct the patient column."
-        )
+        what = f"{len(crossing)} patients are in more than one part ({', '.join(crossing[:10])}), so the test would know them"
+        cure = "Split by patient, or correct the patient column."
+        raise UserError(what, where=split.source, cure=cure, kind="split")
     return parts
 
 
@@ -183,25 +181,25 @@ def validation_of(groups: Mapping[str, Hashable], seed: int) -> dict[str, str]:
 
 def _by_case(parts: Mapping[str, str], source: str) -> Split:
     absent = [part for part in PARTS if part not in parts.values()]
-    notes = [f"warning: no patient in {', '.join(absent)}: the cohort is too small for this split"] if absent else []
-    return Split("case_id", parts, source, tuple(notes))
+    what = f"no patient in {', '.join(absent)}: the cohort is too small for this split"
+    notes = (Note("warning", "split", what, cure="Use more patients."),) if absent else ()
+    return Split("case_id", parts, source, notes)
 
 
 def _sites(table: Table) -> dict[str, str]:
     """Each patient's one site."""
     if "site" not in table.frame or table.frame["site"].isna().any():
-        raise UserError(
-            "Folds by site need the site of every slide. Name its column with `site` in the config, fill its gaps."
-        )
+        cure = "Name its column with `site` in the config, fill its gaps."
+        raise UserError("folds by site need the site of every slide", cure=cure, kind="split")
     spread = table.frame.groupby("case")["site"].nunique()
     if (spread > 1).any():
         who = ", ".join(map(str, spread.index[spread > 1][:10]))
-        raise UserError(
-            f"{int((spread > 1).sum())} patients have slides of several sites ({who}). Give each patient one site."
-        )
+        what = f"{int((spread > 1).sum())} patients have slides of several sites ({who})"
+        raise UserError(what, cure="Give each patient one site.", kind="split")
     return dict(table.cases["site"])
 
 
 def _check_folds(folds: int, available: int, what: str) -> None:
     if not 2 <= folds <= available:
-        raise UserError(f"{folds} folds of {available} {what}: `folds` must be at least 2 and at most {available}.")
+        wrong, cure = f"{folds} folds of {available} {what}", f"`folds` must be at least 2 and at most {available}."
+        raise UserError(wrong, cure=cure, kind="split")

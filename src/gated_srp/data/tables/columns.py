@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.data.tables.read import listed, pick_column, usual_columns
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.tasks import TASKS, Task, find_task, named_task
 
 # In the order of preference, as tablefile.plain() writes them.
@@ -67,7 +67,7 @@ class Header:
 
 def resolve_columns(
     frame: pd.DataFrame, columns: Columns, task: str | None, where: Path
-) -> tuple[Columns, str, tuple[str, ...]]:
+) -> tuple[Columns, str, tuple[Note, ...]]:
     """Every column by its name in the file, the task that these columns allow, and notes to print."""
     named: dict[str, Any] = {}
     for key, value in vars(columns).items():
@@ -75,7 +75,7 @@ def resolve_columns(
             named[key] = tuple(pick_column(frame, name, where) for name in value)
         elif value is not None:
             named[key] = pick_column(frame, value, where)
-    notes = []
+    notes: list[Note] = []
     for key in USUAL:
         found = [name for name in usual_columns(frame, USUAL[key]) if name not in named.values()]
         if key not in named and found:
@@ -86,7 +86,7 @@ def resolve_columns(
     return Columns(**named | kind.find_columns(named, header)), kind.name, tuple(notes)
 
 
-def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> list[str]:
+def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> list[Note]:
     """Two patient columns that group differently would leak patients across splits: the user must say which counts."""
     first = found[0]
     differ = [
@@ -95,10 +95,10 @@ def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> lis
         if len(frame[[first, name]].drop_duplicates()) != min(frame[[first, name]].nunique(dropna=False))
     ]
     if key == "case" and differ:
-        raise UserError(
-            f"{where}: {first!r} and {differ[0]!r} group slides differently. Name the patients with `case`."
-        )
-    return [f"{key}: column {first!r} (also seen: {', '.join(found[1:])})"] if len(found) > 1 else []
+        what = f"{first!r} and {differ[0]!r} group slides differently"
+        raise UserError(what, where=where, cure="Name the patients with `case`.", kind="column")
+    said = f"{key}: column {first!r} (also seen: {', '.join(found[1:])})"
+    return [Note("note", "table", said)] if len(found) > 1 else []
 
 
 def _only_task(columns: Columns, header: Header) -> type[Task]:

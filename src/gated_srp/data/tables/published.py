@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gated_srp.data.tables.matching import slide_stem
 from gated_srp.data.tables.read import read_frame
 from gated_srp.data.tables.table import Columns, Table, read_table, tidy_table
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 if TYPE_CHECKING:
     from gated_srp.config.presets import Cohort
@@ -29,14 +29,16 @@ class LabelFile:
         candidates = [place, place / self.name, place / self.folder / self.name]
         found = next((path for path in candidates if path.is_file()), None)
         if found is None:
-            raise UserError(f"{place}: no {self.name}, nor {self.folder}/{self.name}. Where to get it: {self.source}.")
+            what = f"no {self.name}, nor {self.folder}/{self.name}"
+            raise UserError(what, where=place, cure=f"Where to get it: {self.source}.", kind="missing")
         return found
 
-    def difference(self, path: Path) -> str:
+    def differences(self, path: Path) -> tuple[Note, ...]:
         """Empty when the file is the released one to the last byte, else a warning."""
         if self.sha256 is None or hashlib.sha256(path.read_bytes()).hexdigest() == self.sha256:
-            return ""
-        return f"warning: {path.name} is not the released file (checksum differs); splits may differ from the published"
+            return ()
+        what = f"{path.name} is not the released file (checksum differs); splits may differ from the published"
+        return (Note("warning", "table", what, cure=f"Where to get it: {self.source}."),)
 
 
 def camelyon16(path: Path, cohort: "Cohort") -> Table:
@@ -51,7 +53,8 @@ def camelyon17(path: Path, cohort: "Cohort") -> Table:
     _need(path, set(frame.columns), {"patient", "stage", "center"})
     frame = frame[frame["patient"].str.fullmatch(r"patient_\d+_node_\d+\.tif", na=False)]
     if frame.empty:
-        raise UserError(f"{path}: no row is named patient_NNN_node_M.tif. Expected the challenge's stages.csv.")
+        what = "no row is named patient_NNN_node_M.tif"
+        raise UserError(what, where=path, cure="Expected the challenge's stages.csv.")
     frame = frame.assign(
         slide=frame["patient"].map(slide_stem), case=frame["patient"].str.extract(r"(patient_\d+)_")[0]
     )
@@ -84,7 +87,8 @@ def tcga(path: Path, cohort: "Cohort") -> Table:
     key = cohort.name.replace("-", "_")
     chosen = frame[(frame["cohort"] == key) & (frame["endpoint"] == "OS")]
     if chosen.empty:
-        raise UserError(f"{path}: no row of cohort {key} with endpoint OS. Expected the matched survival table.")
+        what = f"no row of cohort {key} with endpoint OS"
+        raise UserError(what, where=path, cure="Expected the matched survival table.")
     chosen = chosen.assign(slide=chosen["filename"].map(slide_stem, na_action="ignore"))
     columns = Columns(slide="slide", case="case_barcode", time="time_days", event="event")
     return tidy_table(chosen, columns, where=path, task="survival", notes=notes)
@@ -98,4 +102,5 @@ def adp(path: Path, cohort: "Cohort") -> Table:
 
 def _need(path: Path, found: set[str], wanted: set[str]) -> None:
     if not wanted <= found:
-        raise UserError(f"{path}: no column {', '.join(sorted(wanted - found))}. Expected the released table.")
+        what = f"no column {', '.join(sorted(wanted - found))}"
+        raise UserError(what, where=path, cure="Expected the released table.", kind="column")

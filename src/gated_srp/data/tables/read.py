@@ -12,32 +12,34 @@ from typing import Any
 
 import pandas as pd
 
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 _TEXT: dict[str, Any] = {"dtype": str, "keep_default_na": False, "na_values": [""]}
 
 
-def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
     """The cells as stripped text (missing where empty), and notes to print. The index is the row number in the file."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such table. Expected a .csv, .tsv, .xlsx or .parquet file; correct `table`.")
+        cure = "Expected a .csv, .tsv, .xlsx or .parquet file; correct `table`."
+        raise UserError("no such table", where=path, cure=cure, kind="missing")
     try:
         frame, notes = _read(path, sheet)
     except UserError:
         raise
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8 text ({error.reason}). Save the table again as 'CSV UTF-8' or as .xlsx."
-        ) from None
+        cure = "Save the table again as 'CSV UTF-8' or as .xlsx."
+        raise UserError(f"not UTF-8 text ({error.reason})", where=path, cure=cure) from None
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: cannot be read as a table ({error}). Open it, check it, save it again.") from None
+        what = f"cannot be read as a table ({error})"
+        raise UserError(what, where=path, cure="Open it, check it, save it again.") from None
     frame.columns = pd.Index([str(name).strip() for name in frame.columns])
     frame = frame.apply(_as_text)
     frame.index = pd.RangeIndex(2, len(frame) + 2)  # the header is row 1, as a spreadsheet shows it
     frame = frame.dropna(how="all")
     if frame.empty:
-        raise UserError(f"{path}: the table has no rows. Expected a header and one row a slide or a patient.")
+        cure = "Expected a header and one row per slide or per patient."
+        raise UserError("the table has no rows", where=path, cure=cure)
     return frame, notes
 
 
@@ -49,8 +51,8 @@ def pick_column(frame: pd.DataFrame, name: str, where: str | Path) -> str:
     if len(alike) == 1:
         return alike[0]
     near = difflib.get_close_matches(name, list(frame.columns), n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"{where}: no column {name!r}.{hint} {listed(frame)}")
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise UserError(f"no column {name!r}", where=where, cure=f"{hint}{listed(frame)}", kind="column")
 
 
 def usual_columns(frame: pd.DataFrame, usual: Iterable[str]) -> list[str]:
@@ -72,22 +74,22 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.casefold()).strip("_")
 
 
-def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
     ending = path.suffix.lower()
     if ending in {".xlsx", ".xlsm"}:
         with pd.ExcelFile(path, engine="openpyxl") as book:
             names = [str(name) for name in book.sheet_names]
             if sheet is not None and sheet not in names:
-                raise UserError(f"{path}: no sheet {sheet!r}. Sheets: {', '.join(names)}. Correct `sheet`.")
+                cure = f"Sheets: {', '.join(names)}. Correct `sheet`."
+                raise UserError(f"no sheet {sheet!r}", where=path, cure=cure, kind="sheet")
             chosen = sheet or names[0]
-            others = (
-                ()
-                if sheet or len(names) == 1
-                else (f"{path.name}: first sheet {chosen!r} read; `sheet` names another of {names}",)
-            )
-            return pd.read_excel(book, sheet_name=chosen, **_TEXT), others
+            said = f"{path.name}: first sheet {chosen!r} read; `sheet` names another of {names}"
+            notes = () if sheet or len(names) == 1 else (Note("note", "table", said),)
+            return pd.read_excel(book, sheet_name=chosen, **_TEXT), notes
     if sheet is not None:
-        raise UserError(f"{path}: `sheet` is given but only .xlsx files have sheets. Remove it.")
+        raise UserError(
+            "`sheet` is given but only .xlsx files have sheets", where=path, cure="Remove it.", kind="sheet"
+        )
     if ending == ".parquet":
         frame = pd.read_parquet(path)
         return (
@@ -96,11 +98,11 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[str, ...]]
     if ending in {".csv", ".tsv", ".txt"}:
         frame = pd.read_csv(path, sep=_separator(path), encoding="utf-8-sig", skip_blank_lines=False, **_TEXT)
         if not isinstance(frame.index, pd.RangeIndex):  # pandas then takes the first column for an index
-            raise UserError(f"{path}: its rows have more cells than the header. Name every column in the header.")
+            cure = "Name every column in the header."
+            raise UserError("its rows have more cells than the header", where=path, cure=cure)
         return frame, ()
-    raise UserError(
-        f"{path}: tables end in .csv, .tsv, .xlsx or .parquet, not {ending or 'nothing'!r}. Save it as one of these."
-    )
+    what = f"tables end in .csv, .tsv, .xlsx or .parquet, not {ending or 'nothing'!r}"
+    raise UserError(what, where=path, cure="Save it as one of these.")
 
 
 def _separator(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Rows of a user's table to slides and patients: several in a cell, many a patient, a second table joined."""
+"""Rows of a user's table to slides and patients: several in a cell, many per patient, a second table joined."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import pandas as pd
 from gated_srp.data.tables.columns import USUAL, Columns
 from gated_srp.data.tables.matching import files_of_cases, slide_stem
 from gated_srp.data.tables.read import listed, read_frame, usual_columns
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 _BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
 _ROOT = re.compile(r"^(?:[A-Za-z]:)?[\\/]+")  # an id may be a full path; it must not stay one
@@ -22,8 +22,16 @@ class Log:
     """What happened to the table, for the user to read."""
 
     where: Path
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+
+    def note(self, what: str) -> None:
+        """How something was read."""
+        self.notes.append(Note("note", "table", what))
+
+    def warn(self, what: str, cure: str) -> None:
+        """Something that the user should look at."""
+        self.notes.append(Note("warning", "table", what, cure=cure))
 
     def drop(self, rows: pd.DataFrame, gone: "pd.Series[bool]", reason: str) -> pd.DataFrame:
         """The rows that stay; the others are listed by number and id."""
@@ -34,19 +42,18 @@ class Log:
         names = [name if isinstance(name, str) else "no id" for name in ids]
         self.dropped += [f"row {row} ({name}): {reason}" for row, name in zip(lost["row"], names, strict=True)]
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        self.notes.append(f"dropped {len(names)} rows: {reason} ({shown})")
+        self.note(f"dropped {len(names)} rows: {reason} ({shown})")
         return rows[~gone].copy()
 
 
 def read_ids(frame: pd.DataFrame, columns: Columns, log: Log, files: Iterable[str | Path] = ()) -> pd.DataFrame:
     """Columns row (in the file), slide, case and, if there is one, site; one row for each slide named in a cell.
 
-    A cell that names one of ``files`` is one slide, whatever signs are in its name.
+    A cell that names one of ``files`` is one slide, whatever characters are in its name.
     """
     if columns.slide is None and columns.case is None:
-        raise UserError(
-            f"{log.where}: no slide and no patient column; name them with `slide` and `case`. {listed(frame)}"
-        )
+        what = "no slide and no patient column; name them with `slide` and `case`"
+        raise UserError(what, where=log.where, cure=listed(frame), kind="column")
     rows = pd.DataFrame({"row": frame.index, "slide": None, "case": None})
     for key in ("slide", "case", "site"):
         if getattr(columns, key):
@@ -59,7 +66,7 @@ def read_ids(frame: pd.DataFrame, columns: Columns, log: Log, files: Iterable[st
     cells = rows["slide"].map(parts_of, na_action="ignore")
     several = sum(len(parts) > 1 for parts in cells.dropna())
     if several:
-        log.notes.append(f"{several} cells of {columns.slide!r} list several slides; each becomes a row")
+        log.note(f"{several} cells of {columns.slide!r} list several slides; each becomes a row")
     return rows.assign(slide=cells).explode("slide", ignore_index=True)
 
 
@@ -72,14 +79,12 @@ def join_ids(frame: pd.DataFrame, columns: Columns, slide_table: Path, log: Log)
         wanted = getattr(columns, key)
         found = [wanted] if wanted in slides.columns else usual_columns(slides, USUAL[key])
         if not found:
-            raise UserError(
-                f"{slide_table}: no {key} column; a slide table needs slides and patients. {listed(slides)}"
-            )
+            what = f"no {key} column; a slide table needs slides and patients"
+            raise UserError(what, where=slide_table, cure=listed(slides), kind="column")
         named[key] = found[0]
     if columns.case is None:
-        raise UserError(
-            f"{log.where}: no patient column to join {slide_table} by; name it with `case`. {listed(frame)}"
-        )
+        what = f"no patient column to join {slide_table} by; name it with `case`"
+        raise UserError(what, where=log.where, cure=listed(frame), kind="column")
     patients = read_ids(frame, replace(columns, slide=None), log).drop(columns="slide")
     theirs = read_ids(slides, Columns(**named), log)[["slide", "case", "row"]]
     patients = log.drop(patients.assign(slide=None), patients["case"].isna(), "no patient id").drop(columns="slide")
@@ -96,7 +101,7 @@ def fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: Log
     if blank.any() and files is not None:
         owned = files_of_cases(rows.loc[blank, "case"].unique(), files)
         count = sum(map(len, owned.values()))
-        log.notes.append(f"slides of {len(owned)} patients found by name: {count} files start with a patient's id")
+        log.note(f"slides of {len(owned)} patients found by name: {count} files start with a patient's id")
         stems = {case: sorted(map(slide_stem, paths)) for case, paths in owned.items()}
         named = rows[~blank]
         found = rows[blank].assign(slide=rows.loc[blank, "case"].map(stems)).explode("slide")
@@ -104,7 +109,8 @@ def fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: Log
         rows = log.drop(rows, rows["slide"].isna() & rows["case"].notna(), "no file starts with the patient's id")
     elif blank.all() and len(rows):
         rows = rows.assign(slide=rows["case"])
-        log.notes.append("warning: no slide column: a patient's id stands for its slides until feature files are given")
+        said = "no slide column: a patient's id stands for its slides until feature files are given"
+        log.warn(said, "Give the feature files, or name the column with `slide`.")
     rooted = rows["slide"].map(lambda slide: _ROOT.sub("", slide), na_action="ignore")
     rows = rows.assign(slide=rooted.where(rooted != "", None))
     rows = log.drop(rows, rows["slide"].isna(), "no slide")
@@ -122,13 +128,11 @@ def fill_cases(rows: pd.DataFrame, log: Log) -> pd.DataFrame:
     rows.loc[other, "case"] = rows.loc[other, "slide"]
     if tcga.any():
         count = rows.loc[tcga, "case"].nunique()
-        log.notes.append(f"no patient column: patient = first 12 characters of the TCGA barcode ({count} patients)")
+        log.note(f"no patient column: patient = first 12 characters of the TCGA barcode ({count} patients)")
     if other.any():
-        log.notes.append(
-            f"warning: {int(other.sum())} slides without a patient: each counts as its own; "
-            "name the column with `case` if patients have several slides"
-        )
+        said = f"{int(other.sum())} slides without a patient: each counts as its own"
+        log.warn(said, "Name the column with `case` if patients have several slides.")
     if "site" not in rows and all(_BARCODE.match(case) for case in rows["case"]):
         rows["site"] = rows["case"].str[5:7].str.upper()
-        log.notes.append(f"site: the two signs after 'TCGA-' ({rows['site'].nunique()} sites)")
+        log.note(f"site: the two characters after 'TCGA-' ({rows['site'].nunique()} sites)")
     return rows

@@ -12,7 +12,7 @@ import pandas as pd
 from gated_srp.data.tables.columns import Columns, resolve_columns
 from gated_srp.data.tables.read import read_frame
 from gated_srp.data.tables.rows import Log, fill_cases, fill_slides, join_ids, read_ids
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Task, find_task
 from gated_srp.tasks.task import first_rows
 
@@ -31,7 +31,7 @@ class Table:
     task: str  # its name, see `gated_srp.tasks`
     classes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def kind(self) -> type[Task]:
@@ -74,9 +74,9 @@ def tidy_table(
     classes: Sequence[str] | None = None,
     slide_table: str | Path | None = None,
     files: Iterable[str | Path] | None = None,
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> Table:
-    """The same for cells that were read (``tablefile.read_frame``) and perhaps filtered."""
+    """The same for cells that were read (`read_frame`) and perhaps filtered."""
     log = Log(where, list(notes))
     columns, task, found = resolve_columns(frame, columns, task, where)
     log.notes += found
@@ -96,13 +96,12 @@ def tidy_table(
         rows = log.drop(rows, rows[name].isna(), f"no {name}")
     rows = _unique(rows, names, by_case=kind.one_truth_per_case, log=log)
     if rows.empty:
-        raise UserError(f"{where}: no usable row is left. {'; '.join(log.notes)}")
+        raise UserError("no usable row is left", where=where, cure="; ".join(map(str, log.notes)), kind="empty")
     whole = [name for name in names if name not in kind.real]
     rows = rows.astype(dict.fromkeys(whole, "int64"))[["slide", "case", *names, *(["site"] if "site" in rows else [])]]
     table = Table(rows.reset_index(drop=True), kind.name, labels.classes)
     readings = kind.describe(table.frame, labels.classes, columns)
-    said = [f"warning: {n.what}; {n.cure.lower().rstrip('.')}" if n.level == "warning" else n.what for n in readings]
-    return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *said))
+    return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *readings))
 
 
 def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: Log) -> pd.DataFrame:
@@ -112,8 +111,9 @@ def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: Log) -
         torn = distinct.loc[distinct[key].duplicated(), key].unique()
         if len(torn):
             who = f"{len(torn)} {'slides' if key == 'slide' else 'patients'} ({', '.join(torn[:5])})"
-            raise UserError(f"{log.where}: {who} have rows that differ in {' or '.join(facts)}. Correct the table.")
+            what = f"{who} have rows that differ in {' or '.join(facts)}"
+            raise UserError(what, where=log.where, cure="Correct the table.", kind="contradiction")
     repeated = rows["slide"].duplicated()
     if repeated.any():
-        log.notes.append(f"{int(repeated.sum())} rows repeat a slide with the same label; each slide is taken once")
+        log.note(f"{int(repeated.sum())} rows repeat a slide with the same label; each slide is taken once")
     return rows[~repeated]
