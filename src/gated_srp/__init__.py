@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["GatedSRP", "PatchGraph", "UserError", "__version__", "attach", "trace"]
+__all__ = ["GatedSRP", "PatchGraph", "UserError", "__version__", "attach", "load_model", "trace"]
 
 if TYPE_CHECKING:
     from gated_srp.errors import UserError
     from gated_srp.foreign import attach
+    from gated_srp.models import load_model
     from gated_srp.srp import GatedSRP, PatchGraph, trace
 
 _HOMES = {
@@ -19,6 +20,7 @@ _HOMES = {
     "PatchGraph": "gated_srp.srp.graph",
     "UserError": "gated_srp.errors",
     "attach": "gated_srp.foreign.handle",
+    "load_model": "gated_srp.models.store",
     "trace": "gated_srp.srp.trace",
 }
 

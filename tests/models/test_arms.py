@@ -1,9 +1,12 @@
 """What an arm says of itself is true of the model that it builds."""
 
+from dataclasses import fields
+
 import pytest
 
+from gated_srp.config.schema import ModelConfig
 from gated_srp.errors import UserError
-from gated_srp.models import ARMS, METHOD, TUNED, arm_title, build_model, find_arm
+from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
 from gated_srp.models.attention import DenseAttention
 from gated_srp.models.differential import DifferentialAttention
 from gated_srp.srp import FixedCoefficient, SignedGate
@@ -52,3 +55,10 @@ def test_an_unknown_arm_is_answered_with_the_nearest_and_the_list():
     assert error.value.kind == "unknown_arm"
     with pytest.raises(UserError, match=r"^arm '0' is not known. Arms: na"):
         find_arm("0")
+
+
+def test_the_sizes_of_a_cohort_and_of_a_model_have_the_same_defaults():
+    """Width and range of the gate aside: None stands for the paper's of the cohort."""
+    of_cohort = {key: value for key, value in ModelConfig().model_dump().items() if value is not None}
+    assert of_cohort == {key: getattr(Sizes(), key) for key in of_cohort}
+    assert {f.name for f in fields(Sizes)} - set(ModelConfig.model_fields) == {"num_patches"}

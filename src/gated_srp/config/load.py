@@ -22,6 +22,7 @@ from gated_srp.data.files.encoders import canonical
 from gated_srp.data.tables.columns import Columns, resolve_columns
 from gated_srp.data.tables.read import read_frame
 from gated_srp.errors import UserError
+from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
 __all__ = ["CacheConfig", "CohortConfig", "FoldsConfig", "ImagesConfig", "ModelConfig", "TrainConfig", "load_config"]
@@ -113,8 +114,6 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         if values.get(key, {}) is None:
             del values[key]
     if values.get("images") is not None:
-        from gated_srp.models import ARMS  # not above: it imports torch
-
         arms = {name: arm for name, arm in ARMS.items() if arm.images}
         values.setdefault("arms", tuple(arms))
         section = values.get("model", {})

@@ -7,9 +7,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gated_srp.config.presets import SEEDS, Cohort, Gate, find_cohort
 from gated_srp.data.tables.columns import Columns
+from gated_srp.models import ARMS, Sizes, find_arm
 from gated_srp.tasks import task_names
 
-_GATE = Gate(delta=1.0, hidden_dim=64)  # for cohorts that the paper did not tune
+_SIZES = Sizes()  # the paper's
+_GATE = Gate(delta=_SIZES.delta, hidden_dim=_SIZES.hidden_dim)  # for cohorts that the paper did not tune
 
 
 def _tupled(value: Any) -> Any:
@@ -41,13 +43,13 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """Sizes of the slide model. ``delta`` and ``hidden_dim`` of None: the paper's for the cohort, see `CohortConfig.sizes`."""
 
-    dim: int = Field(default=384, ge=1)
-    depth: int = Field(default=4, ge=1)
-    num_heads: int = Field(default=6, ge=1)
-    num_landmarks: int = Field(default=64, ge=1)
+    dim: int = Field(default=_SIZES.dim, ge=1)
+    depth: int = Field(default=_SIZES.depth, ge=1)
+    num_heads: int = Field(default=_SIZES.num_heads, ge=1)
+    num_landmarks: int = Field(default=_SIZES.num_landmarks, ge=1)
     delta: float | None = Field(default=None, gt=0)
     hidden_dim: int | None = Field(default=None, ge=1)
-    drop_path: float = Field(default=0.1, ge=0, lt=1)
+    drop_path: float = Field(default=_SIZES.drop_path, ge=0, lt=1)
 
 
 class TrainConfig(_Section):
@@ -166,8 +168,6 @@ class CohortConfig(_Section):
     @property
     def main_arm(self) -> str:
         """What is trained unless another arm is named: the first Gated SRP among the arms, else the first of them."""
-        from gated_srp.models import ARMS  # not above: it imports torch
-
         return next((arm for arm in self.arms if arm in ARMS and ARMS[arm].method), self.arms[0])
 
     @property
@@ -192,8 +192,6 @@ class CohortConfig(_Section):
 
     def gate(self, arm: str = "gated_srp") -> Gate:
         """Range and width of an arm's gate: the user's, else the paper's for cohort, encoder and trunk, else 1 and 64."""
-        from gated_srp.models import find_arm
-
         base = self.preset.gate(self.encoder or "uni_v2", trunk=find_arm(arm).trunk) if self.preset else _GATE
         delta, hidden = self.model.delta or base.delta, self.model.hidden_dim or base.hidden_dim
         own = self.model.delta and self.model.hidden_dim

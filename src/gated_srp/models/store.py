@@ -10,6 +10,7 @@ from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
 FORMAT = 1
+_EXPECTED = "Expected model.safetensors of a run, or of gated-srp convert."
 
 
 def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None) -> None:
@@ -22,7 +23,7 @@ def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None
 
 
 def model_file(run: Path) -> Path:
-    """Of a run's folder its model.safetensors, else the file itself; a folder that is no run is told what to do."""
+    """The model.safetensors of a run's folder; anything but a folder is returned as it is."""
     if not run.is_dir():
         return run
     file = run / "model.safetensors"
@@ -31,9 +32,9 @@ def model_file(run: Path) -> Path:
     below = sorted(path.parent for path in run.glob("**/model.safetensors"))
     if below:
         some = " ".join(map(str, below[:3])) + (" ..." if len(below) > 3 else "")
-        raise UserError(f"{run}: a folder of {len(below)} runs, not a run. Name those you mean: {some}")
+        raise UserError(f"a folder of {len(below)} runs, not a run", where=run, cure=f"Name those you mean: {some}")
     cure = "It is unfinished: start `gated-srp train` again." if (run / "config.yaml").is_file() else "Is it a run?"
-    raise UserError(f"{run}: no model.safetensors in this folder. {cure}")
+    raise UserError("no model.safetensors in this folder", where=run, cure=cure)
 
 
 def load_card(path: Path) -> dict[str, Any]:
@@ -44,25 +45,41 @@ def load_card(path: Path) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path}: not a readable model file ({error}). Expected model.safetensors of a run, or of gated-srp convert."
-        ) from error
+        raise UserError(f"not a readable model file ({error})", where=path, cure=_EXPECTED) from error
     if "card" not in metadata:
-        raise UserError(
-            f"{path}: holds tensors but no card of gated-srp. Expected model.safetensors of a run, or of gated-srp convert."
-        )
+        raise UserError("holds tensors but no card of gated-srp", where=path, cure=_EXPECTED)
     card: dict[str, Any] = json.loads(metadata["card"])
     if card.get("format", 0) > FORMAT:
         raise UserError(
-            f"{path}: written in format {card['format']}, this version reads up to {FORMAT}. Update gated-srp: pip install -U gated-srp."
+            f"written in format {card['format']}, this version reads up to {FORMAT}",
+            where=path,
+            cure="Update gated-srp: pip install -U gated-srp.",
         )
     return card
 
 
-def load_model(path: Path) -> SlideModel:
-    """The model of a file, in evaluation mode."""
+def load_model(path: str | Path) -> SlideModel:
+    """The trained model of a run, on the processor and in evaluation mode.
+
+    Args:
+        path: a run's folder, or its ``model.safetensors``, or a file that ``gated-srp convert`` wrote.
+
+    Returns:
+        A module that maps features ``(B, N, in_dim)`` and the `PatchGraph` of their patches to logits ``(B, outputs)``;
+        ``model.settings`` says how it was built, `load_card` what the file says beside that.
+
+    >>> import tempfile, gated_srp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(build_model("gated_srp", in_dim=8, num_outputs=2, dim=12), Path(folder) / "model.safetensors")
+    ...     model = gated_srp.load_model(folder)
+    >>> import torch
+    >>> features, graph = torch.randn(6, 8), gated_srp.PatchGraph.from_grid(2, 3)
+    >>> model(features[None], graph.with_features(features)).shape
+    torch.Size([1, 2])
+    """
     from safetensors.torch import load_file
 
-    model = build_model(**load_card(path)["settings"])
-    model.load_state_dict(load_file(path))
+    file = model_file(Path(path))
+    model = build_model(**load_card(file)["settings"])
+    model.load_state_dict(load_file(file))
     return model.eval()

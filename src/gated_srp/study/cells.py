@@ -15,6 +15,7 @@ from typing import Any
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cohort import CohortData
 from gated_srp.errors import UserError
+from gated_srp.models import find_arm
 from gated_srp.training.folder import RunFolder, settings_of
 
 QUICK_EPOCHS = 5  # a quick study trains a fifth of the epochs
@@ -96,8 +97,6 @@ def unit_name(config: CohortConfig, seed: int, fold: int) -> str:
 
 def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Cell, ...]:
     """All cells of a cohort, seed by seed: a study that is stopped early has whole pairs."""
-    from gated_srp.models import find_arm
-
     for row in rows:
         find_arm(row.arm)  # refuses an unknown name before anything runs
     if not rows or not seeds:

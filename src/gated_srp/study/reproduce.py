@@ -21,11 +21,12 @@ from gated_srp.config.load import load_config
 from gated_srp.config.presets import SEEDS, find_cohort
 from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
+from gated_srp.models import ARMS, Sizes, find_arm
 from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.published import PublishedTable, read_published
 
 Kind = Literal["table", "runtime", "trajectories", "signed-gate", "elsewhere"]
-UNTUNED = {"model.delta": 1.0, "model.hidden_dim": 64}
+UNTUNED = {"model.delta": Sizes.delta, "model.hidden_dim": Sizes.hidden_dim}
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,6 @@ class Study:
     @property
     def all_rows(self) -> tuple[Row, ...]:
         """With an untuned one after each Gated SRP row, where the study asks for it."""
-        from gated_srp.models import ARMS
-
         found: list[Row] = []
         for row in self.rows:
             found.append(row)
@@ -198,8 +197,6 @@ def plan_study(
     study: Study, sources: Sources, *, cohorts: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """The cells of a study, and notes on what is left out. Columns stay in the paper's order."""
-    from gated_srp.models import ARMS
-
     wanted = {find_cohort(name).name for name in cohorts}
     known = [row for row in study.all_rows if row.arm in ARMS]
     notes = [
@@ -232,8 +229,6 @@ def _shorter(row: Row, epochs: int) -> Row:
 
 def paper_settings(cell: Cell) -> str:
     """What a cell trains with, in words."""
-    from gated_srp.models import find_arm
-
     config, train = cell.config, cell.config.train
     parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
     parts += [f"batch {train.batch_size}"] if train.batch_size > 1 else []

@@ -17,12 +17,13 @@ import yaml
 from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
+from gated_srp.models import TUNED, Sizes
 from gated_srp.study.cells import Cell, Row, plan, unit_name
 from gated_srp.study.statistics import TTest, t_test
 
 DELTAS = (0.5, 1.0, 1.5, 2.0)
 WIDTHS = (16, 32, 64, 128)
-START = (1.0, 64)  # an untuned user's
+START = (Sizes.delta, Sizes.hidden_dim)  # an untuned user's
 
 
 def tuning_cells(config: CohortConfig, arm: str, seeds: Sequence[int]) -> tuple[Cell, ...]:
@@ -171,6 +172,4 @@ def tuned_rows(config: CohortConfig, arms: Sequence[str], seeds: Sequence[int]) 
         unit: {"model.delta": gate["delta"], "model.hidden_dim": gate["hidden_dim"]}
         for unit, gate in frozen["chosen"].items()
     }
-    from gated_srp.models import TUNED
-
     return [Row(frozen["arm"] + TUNED, frozen["arm"], by_unit=changes)], []
