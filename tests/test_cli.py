@@ -10,7 +10,7 @@ import warnings
 import pytest
 from typer.testing import CliRunner
 
-from gated_srp import cli
+from gated_srp import __version__, cli
 from gated_srp.cli import app, main, screen
 from gated_srp.errors import UserError
 
@@ -70,14 +70,14 @@ def test_quiet_leaves_out_all_but_warnings_and_errors(results, monkeypatch):
 def test_verbose_adds_details_on_the_error_stream_and_nothing_to_the_output(results):
     plain, more = run("stats", results), run("--verbose", "stats", results)
     assert plain.stdout == more.stdout and plain.stderr == ""
-    assert "gated-srp 0.1.0, Python 3." in more.stderr
+    assert f"gated-srp {__version__}, Python 3." in more.stderr
 
 
 def test_the_log_holds_details_results_and_the_traceback_of_a_mistake(results, tmp_path, monkeypatch):
     log = tmp_path / "new" / "log.txt"
     run("--quiet", "--log", log, "stats", results)
     first = log.read_text()
-    assert "DEBUG gated_srp: gated-srp 0.1.0" in first and "INFO gated_srp:   xsa, A auc: 0.8425" in first
+    assert f"DEBUG gated_srp: gated-srp {__version__}" in first and "INFO gated_srp:   xsa, A auc: 0.8425" in first
     code, said = ended(monkeypatch, "--log", log, "stats", results, "--reference", "nobody")
     later = log.read_text().removeprefix(first)
     assert code == 2 and "Traceback" not in said and later.count("Traceback (most recent call last)") == 1

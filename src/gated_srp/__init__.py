@@ -6,7 +6,7 @@ Names are resolved on first use (PEP 562), so that the command line's ``--help``
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the one place: pyproject.toml reads it
 __all__ = ["GatedSRP", "PatchGraph", "UserError", "__version__", "attach", "load_model", "trace"]
 
 if TYPE_CHECKING:
