@@ -96,8 +96,8 @@ def test_dense_attention_has_its_own_gate_and_adp_its_image_model(tmp_path):
         ("ADP", "vit_s16_gated_srp", 0.5, 128),
         ("ADP", "vit_s16_gated_srp", 1.0, 64),
         ("PANDA", "vit4", 2.0, 32),
-        ("PANDA", "vit4_gated_srp", 2.0, 32),
-        ("PANDA", "vit4_gated_srp", 1.0, 64),
+        ("PANDA", "vit4_gated_srp_published", 2.0, 32),
+        ("PANDA", "vit4_gated_srp_published", 1.0, 64),
     ]
     assert notes == ()
     adp, train = cells[0].config, cells[0].config.train

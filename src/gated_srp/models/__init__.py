@@ -1,7 +1,7 @@
 """The paper's slide models, built by name."""
 
 from gated_srp.models.arms import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
-from gated_srp.models.published import load_published
+from gated_srp.models.published import convert, load_published
 from gated_srp.models.slide import SlideModel, SlideTransformer
 from gated_srp.models.store import load_card, load_model, model_file, save_model
 
@@ -14,6 +14,7 @@ __all__ = [
     "SlideTransformer",
     "arm_title",
     "build_model",
+    "convert",
     "find_arm",
     "load_card",
     "load_model",

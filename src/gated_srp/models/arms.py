@@ -27,6 +27,7 @@ from gated_srp.srp import (
     Coefficient,
     Direction,
     FixedCoefficient,
+    FourInputGate,
     GatedSRP,
     NeighbourMean,
     OwnValue,
@@ -55,8 +56,8 @@ class Sizes:
     drop_path: float = 0.1
     num_patches: int = 289
 
-    def gate(self, **changes: Any) -> Coefficient:
-        return SignedGate(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
+    def gate(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> Coefficient:
+        return kind(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ class Gate:
     """Makes the signed gate of an arm; ``changes``: arguments of `SignedGate` that the ablation sets otherwise."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
+    kind: type[SignedGate] = SignedGate
 
     def __call__(self, sizes: Sizes) -> Coefficient:
-        return sizes.gate(**self.changes)
+        return sizes.gate(self.kind, **self.changes)
 
 
 @dataclass(frozen=True)
@@ -223,13 +225,23 @@ ARMS: dict[str, Arm | PeerArm] = {
     "adapter": AdaptedArm(_nystrom),
     # dense attention over variable lengths
     "vit4": _vit4(_dense),
+    "vit4_xsa": _vit4(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
     "vit4_diff": _vit4(_dense_differential),
     "vit4_gated_srp": _vit4(_dense, _gate(), method=True),
+    "vit4_fixed_beta_minus1": _vit4(_dense, _fixed(-1.0)),
+    "vit4_fixed_beta_1": _vit4(_dense, _fixed(1.0)),
+    "vit4_fixed_beta_2": _vit4(_dense, _fixed(2.0)),
+    # as the release trained them on PANDA: the architecture table's gate, and a Diff that is not dense
+    "vit4_gated_srp_published": _vit4(_dense, Gate(kind=FourInputGate)),
+    "diff_no_ppeg": Arm(_differential, position=None),
     # images, dense attention over a fixed grid
     "vit_s16": _vit_s16(_dense),
     "vit_s16_xsa": _vit_s16(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
     "vit_s16_diff": _vit_s16(_dense_differential),
     "vit_s16_gated_srp": _vit_s16(_dense, _gate(), method=True),
+    "vit_s16_fixed_beta_minus1": _vit_s16(_dense, _fixed(-1.0)),
+    "vit_s16_fixed_beta_1": _vit_s16(_dense, _fixed(1.0)),
+    "vit_s16_fixed_beta_2": _vit_s16(_dense, _fixed(2.0)),
     # peers, at the width of the others; TransMIL and CLAM as published
     "local_attention": Arm(_local),
     "mean_pool": PeerArm(lambda i, o, sizes: MeanPool(i, o, dim=sizes.dim)),

@@ -3,6 +3,7 @@
 from gated_srp.srp.coefficient import (
     Coefficient,
     FixedCoefficient,
+    FourInputGate,
     SignedGate,
     kaiming,
     nonnegative,
@@ -23,6 +24,7 @@ __all__ = [
     "Coefficient",
     "Direction",
     "FixedCoefficient",
+    "FourInputGate",
     "GatedSRP",
     "LayerTrace",
     "NeighbourMean",

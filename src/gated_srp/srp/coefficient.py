@@ -111,6 +111,8 @@ class SignedGate(Coefficient):
     ``bias=False`` all four biases; ``live=True`` lets gradients through the diagnostics.
     """
 
+    num_token_inputs = 3
+
     def __init__(
         self,
         num_heads: int,
@@ -125,7 +127,7 @@ class SignedGate(Coefficient):
     ) -> None:
         super().__init__()
         self.delta, self.bound, self.init, self.live = delta, bound, init, live
-        self.token_hidden = None if hidden_dim is None else nn.Linear(3, hidden_dim, bias=bias)
+        self.token_hidden = None if hidden_dim is None else nn.Linear(self.num_token_inputs, hidden_dim, bias=bias)
         self.token_out = None if hidden_dim is None else nn.Linear(hidden_dim, 1, bias=bias)
         self.head_weight = nn.Parameter(torch.empty(num_heads, 3)) if head else None
         self.head_bias = nn.Parameter(torch.empty(num_heads)) if head and bias else None
@@ -154,7 +156,7 @@ class SignedGate(Coefficient):
         with torch.autocast(component.device.type, enabled=False):
             logit = torch.zeros_like(component)  # (R, H)
             if self.token_hidden is not None:
-                logit = logit + self._token_logit(graph, component.dtype)  # (R, 1)
+                logit = logit + self._token_logit(norm, graph)  # (R, 1)
             if self.head_weight is not None:
                 logit = logit + self._head_logit(component, norm)
             for bias in (self.head_bias, self.layer_head_bias):
@@ -162,10 +164,15 @@ class SignedGate(Coefficient):
                     logit = logit + wide(bias)
             return self.bound(logit, self.delta)
 
-    def _token_logit(self, graph: PatchGraph, dtype: torch.dtype) -> Tensor:
-        """g_tok(d_tok), Eq. 8-9: (R, 1)."""
-        m = graph.neighbour_count.to(dtype)
-        d_tok = torch.stack([graph.homogeneity.to(dtype), m / graph.most_neighbours, m.log1p()], -1)  # (R, 3)
+    def _token_inputs(self, norm: Tensor, graph: PatchGraph) -> list[Tensor]:
+        """d_tok = [h_local, m / K, log(1 + m)], Eq. 9: (R,) each."""
+        m = graph.neighbour_count.to(norm.dtype)
+        return [graph.homogeneity.to(norm.dtype), m / graph.most_neighbours, m.log1p()]
+
+    def _token_logit(self, norm: Tensor, graph: PatchGraph) -> Tensor:
+        """g_tok(d_tok), Eq. 8: (R, 1)."""
+        dtype = norm.dtype
+        d_tok = torch.stack(self._token_inputs(norm, graph), -1)  # (R, 3)
         layers = (self.token_hidden, self.token_out)
         weights = [None if p is None else p.to(dtype) for layer in layers if layer for p in (layer.weight, layer.bias)]
         if torch.compiler.is_compiling():
@@ -183,3 +190,15 @@ class SignedGate(Coefficient):
 
     def extra_repr(self) -> str:
         return f"delta={self.delta}, bound={self.bound.__name__}, live={self.live}"
+
+
+class FourInputGate(SignedGate):
+    """The gate of the release's `vit4` on PANDA, whose token part also sees how long the token is.
+
+    d_tok = [h_local, m / K, log(1 + m), mean over heads of log(1 + |y|)], all detached; everything else as in `SignedGate`.
+    """
+
+    num_token_inputs = 4
+
+    def _token_inputs(self, norm: Tensor, graph: PatchGraph) -> list[Tensor]:
+        return [*super()._token_inputs(norm, graph), norm.detach().log1p().mean(-1)]
