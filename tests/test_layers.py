@@ -34,6 +34,7 @@ BESIDE = {
     ("files", "errors"),
     ("data", "config"),
     ("config", "data"),
+    ("slides", "data"),
     ("config", "models"),
 }  # same layer, one may see the other
 

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from gated_srp.errors import UserError
+from gated_srp.progress import Event
 from gated_srp.slides.encoders import PatchEncoder, find_encoder
 from gated_srp.slides.extract import Extraction, best_batch, best_device, best_workers, encode, extract_slides
 from gated_srp.slides.store import Trident
@@ -122,10 +123,11 @@ class _Clock:
     start: float = 0.0
     turns: list[tuple[float, float]] = field(default_factory=list)
 
-    def slide(self, path: Path, patches: int) -> None: ...
-
-    def patches(self, number: int) -> None:
-        before, self.total = self.total, self.total + number
+    def __call__(self, event: Event) -> None:
+        """Of the one slide; see `gated_srp.progress`."""
+        if event.stage != "patches" or not event.done:
+            return
+        before, self.total = self.total, event.done
         if before < self.first <= self.total:
             self.first, self.start = self.total, time.perf_counter()
         elif before > self.first and self.total >= self.first + _TURN:
@@ -133,8 +135,6 @@ class _Clock:
             time.sleep(_SETTLE)
             self.turns.append((fed, _alone(self.encoder, self.batch)))
             self.first = self.total + self.read_ahead
-
-    def finished(self, path: Path, how: str) -> None: ...
 
 
 def _alone(encoder: PatchEncoder, batch: int) -> float:

@@ -8,17 +8,17 @@ from PIL import Image
 
 from gated_srp.demo import NAME, heatmap_slide
 from gated_srp.files import whole
-from gated_srp.reports.heatmap import draw_maps
-from gated_srp.reports.values import look, maps_of, scores
+from gated_srp.reports.draw import draw_maps
+from gated_srp.reports.maps import maps_of, read_scores, view_slide
 
 
 def draw(home: Path, output: Path) -> None:
     """The slide of the demo's heatmaps: what is true, what is measured, what is learned."""
     run = home / "runs" / NAME / "gated_srp" / "seed42"
     slide = heatmap_slide(run)
-    view = look(run, next(home.rglob(f"{slide}.h5")))
+    view = view_slide(run, next(home.rglob(f"{slide}.h5")))
     panels = {
-        "true foci": scores(home / "truth" / f"{slide}.csv", view.patches),
+        "true foci": read_scores(home / "truth" / f"{slide}.csv", view.patches),
         "homogeneity: how alike a patch is to its neighbours": maps_of(view, "homogeneity")[0],
         "beta: what the gates of layer 1 have learned": maps_of(view, "beta", layer=1)[0],
     }

@@ -29,14 +29,6 @@ HERE = Path(__file__).parent
 PIECE = [(64, 64, 256, 192)]
 
 
-class Silent:
-    def slide(self, path, patches): ...
-
-    def patches(self, number): ...
-
-    def finished(self, path, how): ...
-
-
 def _slide(folder, name="a", *, pieces=PIECE, seed=0, **settings):
     return write_slide(folder / f"{name}.tif", picture((400, 320), pieces, seed=seed), **settings)
 
@@ -51,7 +43,7 @@ def _settings(out, *, layout=Trident, tiling=None, **changes):
 def test_the_file_reads_as_its_tools_and_its_features_are_those_of_its_patches(tmp_path, layout):
     slide = _slide(tmp_path, mpp=0.25, downsamples=(2,))
     settings = _settings(tmp_path / "out", layout=layout, tiling=Tiling(size=32))
-    assert extract_slides([slide], settings, Silent()).done == [slide]
+    assert extract_slides([slide], settings).done == [slide]
     bag = read_bag(settings.layout.path(settings.job(slide)))
     assert (bag.stride, bag.patch_size_level0, bag.encoder, bag.mpp) == (64, 64, "mean_colour", pytest.approx(0.25))
     assert (bag.level0_size, bag.magnification, bag.wsi_path) == ((400, 320), 40, slide.resolve())
@@ -65,7 +57,7 @@ def test_the_file_reads_as_its_tools_and_its_features_are_those_of_its_patches(t
 def test_overlap_is_declared_so_that_the_stride_is_found(tmp_path):
     slide = _slide(tmp_path)
     settings = _settings(tmp_path / "out", tiling=Tiling(size=64, overlap=16))
-    extract_slides([slide], settings, Silent())
+    extract_slides([slide], settings)
     path = settings.layout.path(settings.job(slide))
     assert path.parent.parent.name == "20x_64px_16px_overlap"
     bag = read_bag(path)
@@ -77,7 +69,7 @@ def test_reading_processes_give_the_same_file_as_reading_alone(tmp_path):
     bags = []
     for workers in (0, 2):
         settings = _settings(tmp_path / str(workers), workers=workers)
-        extract_slides(slides, settings, Silent())
+        extract_slides(slides, settings)
         bags.append([read_bag(settings.layout.path(settings.job(s))) for s in slides])
     for alone, beside in zip(*bags, strict=True):
         assert torch.equal(alone.features, beside.features)
@@ -91,7 +83,7 @@ def test_broken_slides_are_listed_and_the_others_go_on(tmp_path):
     cut = _slide(tmp_path, "cut", downsamples=())
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size * 2 // 3])
     settings = _settings(tmp_path / "out", workers=1)
-    outcome = extract_slides([cut, tmp_path / "text.svs", silent, blank, good], settings, Silent())
+    outcome = extract_slides([cut, tmp_path / "text.svs", silent, blank, good], settings)
     assert outcome.done == [good] and outcome.empty == [blank]
     assert [error.path.name for error in outcome.failed] == ["cut.tif", "text.svs", "silent.tif"]
     files = sorted(p.name for p in settings.layout.path(settings.job(good)).parent.iterdir())
@@ -103,36 +95,36 @@ def test_broken_slides_are_listed_and_the_others_go_on(tmp_path):
 def test_a_finished_slide_is_left_alone_and_other_settings_are_refused(tmp_path):
     slide = _slide(tmp_path)
     settings = _settings(tmp_path / "out")
-    extract_slides([slide], settings, Silent())
+    extract_slides([slide], settings)
     path = settings.layout.path(settings.job(slide))
     before = path.stat().st_mtime_ns
-    assert extract_slides([slide], settings, Silent()).there == [slide]
+    assert extract_slides([slide], settings).there == [slide]
     assert path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match=r"tissue 0.25, asked 0.9.*-o"):
-        extract_slides([slide], _settings(tmp_path / "out", tiling=Tiling(size=64, tissue=0.9)), Silent())
+        extract_slides([slide], _settings(tmp_path / "out", tiling=Tiling(size=64, tissue=0.9)))
 
 
 def test_a_second_encoder_joins_the_first_in_an_atlaspatch_file_and_other_patches_are_refused(tmp_path):
     slide = _slide(tmp_path)
     settings = _settings(tmp_path / "out", layout=AtlasPatch)
-    extract_slides([slide], settings, Silent())
+    extract_slides([slide], settings)
     path = settings.layout.path(settings.job(slide))
     first = read_bag(path).features
     second = replace(settings, encoder=replace(mean_colour(), name="other"))
-    extract_slides([slide], second, Silent())
+    extract_slides([slide], second)
     with h5py.File(path) as file:
         assert sorted(file["features"]) == ["mean_colour", "other"]
     assert torch.equal(read_bag(path, encoder="mean_colour").features, first)
     third = replace(second, encoder=replace(mean_colour(), name="third"), tiling=Tiling(size=32))
     with pytest.raises(UserError, match="other patches"):
-        extract_slides([slide], third, Silent())
+        extract_slides([slide], third)
     assert torch.equal(read_bag(path, encoder="mean_colour").features, first)
 
 
 def test_two_slides_of_one_name_are_refused(tmp_path):
     slides = [_slide(tmp_path / folder) for folder in "xy"]
     with pytest.raises(UserError, match="two slides of one name"):
-        extract_slides(slides, _settings(tmp_path / "out"), Silent())
+        extract_slides(slides, _settings(tmp_path / "out"))
 
 
 SLOW = """
@@ -144,7 +136,6 @@ SLOW = """
     from gated_srp.slides.extract import Extraction, extract_slides
     from gated_srp.slides.store import Trident
     from gated_srp.slides.tiles import Tiling
-    from test_extract import Silent
 
     class Slow(MeanColour):
         def forward(self, images):
@@ -155,14 +146,14 @@ SLOW = """
         slides = sorted(Path({slides!r}).glob("*.tif"))
         encoder = replace(mean_colour(), build=lambda weights: Slow())
         settings = Extraction(encoder=encoder, tiling=Tiling(size=64), layout=Trident(Path({out!r})), workers=1, batch=1)
-        extract_slides(slides, settings, Silent())
+        extract_slides(slides, settings)
 """
 
 
 def test_after_a_kill_finished_slides_stay_and_the_rest_is_made_as_if_nothing_had_happened(tmp_path):
     slides = [_slide(tmp_path / "in", name, seed=i) for i, name in enumerate("abc")]
     whole = _settings(tmp_path / "whole")
-    extract_slides(slides, whole, Silent())
+    extract_slides(slides, whole)
     script = tmp_path / "slow.py"
     code = SLOW.format(here=str(HERE), slides=str(tmp_path / "in"), out=str(tmp_path / "out"), pause=0.2)
     script.write_text(textwrap.dedent(code))
@@ -180,7 +171,7 @@ def test_after_a_kill_finished_slides_stay_and_the_rest_is_made_as_if_nothing_ha
         running.wait()
     assert drafts, "the second slide never began"
     stamp = first.stat().st_mtime_ns
-    outcome = extract_slides(slides, settings, Silent())
+    outcome = extract_slides(slides, settings)
     assert outcome.there == slides[:1] and outcome.done == slides[1:]
     assert first.stat().st_mtime_ns == stamp
     for slide in slides:
@@ -196,7 +187,7 @@ def test_an_abandoned_draft_goes_when_its_slide_is_made_again(tmp_path):
     for draft in (old, young):
         draft.write_bytes(b"x")
     os.utime(old, (1, 1))
-    extract_slides([slide], settings, Silent())
+    extract_slides([slide], settings)
     assert not old.exists() and young.exists()
 
 
@@ -209,7 +200,7 @@ def test_the_label_and_macro_images_are_never_read(tmp_path, real_slide, monkeyp
 
     monkeypatch.setattr(openslide.OpenSlide, "associated_images", property(forbidden))
     settings = _settings(tmp_path / "out", tiling=Tiling(size=256))
-    assert extract_slides([real_slide], settings, Silent()).done == [real_slide]
+    assert extract_slides([real_slide], settings).done == [real_slide]
     assert len(read_bag(settings.layout.path(settings.job(real_slide))).coords) >= 35
 
 

@@ -9,8 +9,16 @@ from images import picture, write_slide
 from gated_srp.errors import UserError
 from gated_srp.slides import reader
 from gated_srp.slides.reader import SlideError, SlideImage, find_slides, nominal_magnification
-from gated_srp.slides.tiles import Tiling, footprint, lattice, plan_slide, read_tiles
-from gated_srp.slides.tissue import TissueMask, find_tissue, otsu
+from gated_srp.slides.tiles import (
+    Tiling,
+    TissueMask,
+    find_tissue,
+    footprint,
+    lattice,
+    otsu,
+    plan_slide,
+    read_tiles,
+)
 
 
 def test_otsu_splits_as_the_largest_variance_between_classes_says():

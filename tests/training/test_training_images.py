@@ -18,7 +18,7 @@ from toy_cohorts import open_config
 from gated_srp.data.loader import BagLoader, together
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card
-from gated_srp.reports.values import look
+from gated_srp.reports.maps import view_slide
 from gated_srp.streams import stream
 from gated_srp.training import Interrupted, train_run
 from gated_srp.training.callbacks import Keeper
@@ -242,7 +242,7 @@ def test_a_labelled_cohort_of_images_is_evaluated(finished, tmp_path):
 
 def test_maps_of_slides_are_refused_for_a_model_of_images(finished, tmp_path):
     with pytest.raises(UserError, match="a model of images; maps are drawn of slides"):
-        look(finished, write_image(tmp_path / "a.png", 0, (0, 0)))
+        view_slide(finished, write_image(tmp_path / "a.png", 0, (0, 0)))
 
 
 def test_slide_arms_and_image_arms_do_not_mix(cohort, tmp_path):

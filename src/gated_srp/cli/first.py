@@ -55,7 +55,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce."""
-    from gated_srp.reports.page import write_page
+    import gated_srp
 
-    size = write_page(folder, output)
-    say(f"written: {output} ({size / 1e6:.1f} MB, opens in any browser, loads nothing)")
+    written = gated_srp.report(folder, out=output)
+    say(f"written: {output} ({written.size / 1e6:.1f} MB, opens in any browser, loads nothing)")

@@ -45,13 +45,13 @@ def measure_images(
     progress: Progress,
 ) -> tuple[str, list["Redundancy"], list[str]]:
     """As `measure_slides`, for photographs."""
-    from gated_srp.cli.slides import encoder_named
-    from gated_srp.reports.photographs import find_photographs, measure_photographs
+    from gated_srp.reports.redundancy import find_photographs, measure_photographs
+    from gated_srp.slides.encoders import find_encoder
     from gated_srp.slides.extract import best_device
 
     files = find_photographs(folder)
     files = [files[i] for i in _evenly(len(files), at_most)]
-    spec = encoder_named(encoder)
+    spec = find_encoder(encoder)
     model = spec.load(weights).to(best_device())
     step = progress(len(files))
     measured, left_out = measure_photographs(files, model, size=size or spec.tile, seed=seed, step=step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 
 from gated_srp.models import arm_title
@@ -16,13 +18,15 @@ from gated_srp.reports.tables import short
 from gated_srp.study.cells import Cell
 from gated_srp.study.collect import predictions
 from gated_srp.tasks import find_task
+from gated_srp.tasks.survival_metrics import FollowUp, risk_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GRID = np.linspace(0, 1, 101)
 _BINS = 10
-_ENOUGH = 5  # slides in a bin of the reliability diagram from which on it is drawn
+_ENOUGH = 5  # least slides in a bin of the reliability diagram
+_GROUPS = {"high": (COLOURS[4], "--", "high predicted risk"), "low": (COLOURS[0], "-", "low predicted risk")}
 Floats = NDArray[np.float64]
 
 
@@ -45,38 +49,32 @@ def draw_kaplan_meier(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, m
     """Test cases above and below the training cases' median risk; thin lines are seeds, p is the median of their log-rank tests."""
     figure, axes = panels(len(rows))
     for axis, (row, cells) in zip(axes, rows.items(), strict=True):
-        p_values = [p for cell in cells if (p := _draw_groups(axis, cell)) is not None]
+        p_values = [p for cell in cells if not math.isnan(p := _draw_groups(axis, cell))]
         said = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
         said += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
         tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{said}")
         axis.set_ylim(0, 1.02)
-    for colour, style, label in ((COLOURS[4], "--", "high predicted risk"), (COLOURS[0], "-", "low predicted risk")):
+    for colour, style, label in _GROUPS.values():
         axes[0].plot([], [], color=colour, linestyle=style, label=label)
     axes[0].legend(frameon=False, fontsize=8)
-    title = f"{short(cohort)}: Kaplan-Meier of test cases by predicted risk, a thin line a seed"
+    title = f"{short(cohort)}: Kaplan-Meier of test cases by predicted risk, one thin line per seed"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return save(figure, stem, mark)
 
 
-def _draw_groups(axis: Axes, cell: Cell) -> float | None:
-    """Both curves of one run; the log-rank p, or None where a group is empty."""
-    from lifelines import KaplanMeierFitter
-    from lifelines.statistics import logrank_test
-
+def _draw_groups(axis: Axes, cell: Cell) -> float:
+    """Both curves of one run; the log-rank p, not a number where there is no test."""
     from gated_srp.models.store import load_card
 
     table = predictions(cell)
-    time, event = table["time"].to_numpy(np.float64), table["event"].to_numpy(bool)
-    high = table["risk"].to_numpy(np.float64) > load_card(cell.key / "model.safetensors")["median_risk"]
-    for group, colour, style in ((high, COLOURS[4], "--"), (~high, COLOURS[0], "-")):
-        if group.any():
-            curve = KaplanMeierFitter().fit(time[group], event[group]).survival_function_
-            axis.step(
-                curve.index, curve.iloc[:, 0], where="post", color=colour, linestyle=style, linewidth=1, alpha=0.6
-            )
-    if high.all() or not high.any():
-        return None
-    return float(logrank_test(time[high], time[~high], event[high], event[~high]).p_value)
+    cases = FollowUp.of(table["time"], table["event"])
+    median = load_card(cell.key / "model.safetensors")["median_risk"]
+    found = risk_groups(table["risk"].to_numpy(np.float64), cases, median)
+    for name, curve in found.curves.groupby("group"):
+        colour, style, _ = _GROUPS[str(name)]
+        line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "alpha": 0.6}
+        axis.step(curve["time"], curve["survival"], where="post", **line)
+    return found.p_value
 
 
 # Classification ------------------------------------------------------------------------------------------------------
@@ -124,29 +122,28 @@ def macro_curve(table: pd.DataFrame, curve: Callable[[Floats, NDArray[np.bool_]]
 
 def roc(score: Floats, positive: NDArray[np.bool_]) -> Floats:
     """True positive rate on the grid of false positive rates; tied scores make a slope, not a step."""
-    hits, misses = _counts(score, positive)
-    return np.asarray(np.interp(_GRID, misses / misses[-1], hits / hits[-1]))
+    from torchmetrics.functional.classification import binary_roc
+
+    false, true, _ = binary_roc(*_tensors(score, positive))
+    return np.asarray(np.interp(_GRID, false.double().numpy(), true.double().numpy()))
 
 
 def precision_recall(score: Floats, positive: NDArray[np.bool_]) -> Floats:
     """Precision at the first threshold that reaches each recall of the grid; at recall 0 that of the first positive."""
-    hits, misses = _counts(score, positive)
-    hits, misses = hits[1:], misses[1:]
-    recall = hits / hits[-1]
-    reached = np.searchsorted(recall, np.maximum(_GRID, recall[recall > 0][0]), side="left")
-    return np.asarray((hits / (hits + misses))[np.minimum(reached, len(hits) - 1)])
+    from torchmetrics.functional.classification import binary_precision_recall_curve
+
+    found = binary_precision_recall_curve(*_tensors(score, positive))
+    precision, recall = (curve.double().numpy()[-2::-1] for curve in found[:2])  # from the highest threshold
+    reached = np.searchsorted(recall, np.maximum(_GRID, recall[recall > 0][0]) - 1e-6, side="left")  # single precision
+    return np.asarray(precision[np.minimum(reached, len(recall) - 1)])
 
 
-def _counts(score: Floats, positive: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Positives and negatives at or above each distinct score, from the highest; a zero in front."""
-    order = np.argsort(-score, kind="stable")
-    last = np.flatnonzero(np.append(np.diff(score[order]) != 0, True))
-    hits = np.cumsum(positive[order])[last]
-    return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
+def _tensors(score: Floats, positive: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(score), torch.from_numpy(positive.astype(np.int64))
 
 
 def draw_reliability(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
-    """Accuracy of the predicted class by its confidence, test slides of all seeds together; below, how many slides that is."""
+    """Accuracy of the predicted class by its confidence, test slides of all seeds together; bars say how many slides that is."""
     figure, axes = panels(len(rows))
     for place, (axis, (row, cells)) in enumerate(zip(axes, rows.items(), strict=True)):
         table = pd.concat([predictions(cell) for cell in cells], ignore_index=True)
@@ -157,9 +154,8 @@ def draw_reliability(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, ma
         axis.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle=":")
         means = [(confidence[number == b].mean(), right[number == b].mean()) for b in kept]
         axis.plot(*zip(*means, strict=True) if means else ([], []), marker="o", color=COLOURS[place % len(COLOURS)])
-        axis.bar(
-            (np.arange(_BINS) + 0.5) / _BINS, np.bincount(number, minlength=_BINS) / len(number), 0.09, color="#DDDDDD"
-        )
+        shares = np.bincount(number, minlength=_BINS) / len(number)
+        axis.bar((np.arange(_BINS) + 0.5) / _BINS, shares, 0.09, color="#DDDDDD")
         tidy(axis, x="confidence", y="accuracy (bars: share of slides)", title=arm_title(row))
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     title = f"{short(cohort)}: reliability on test slides (bins of at least {_ENOUGH})"

@@ -1,6 +1,6 @@
 """Figures of studies, drawn from run folders alone: what the gates did, and how arms differ seed by seed.
 
-Colours are Okabe and Ito's, told apart by readers of every colour vision; markers, line styles or words say the same once more.
+Colours are Okabe and Ito's, which readers of every colour vision can tell apart; markers, line styles or words repeat them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REGIMES = {
 
 
 def save(figure: Figure, stem: Path, mark: str = "") -> list[Path]:
-    """``stem``.svg and ``stem``.png, each written whole; the same numbers give the same file. ``mark`` stands at its foot."""
+    """``stem``.svg and ``stem``.png, each written whole; the same numbers give the same file. ``mark`` is printed at the foot."""
     from matplotlib import rc_context
 
     if mark:
@@ -50,7 +50,7 @@ def save(figure: Figure, stem: Path, mark: str = "") -> list[Path]:
 
 
 def panels(count: int, *, width: float = 3.4, height: float = 3.0, most: int = 4) -> tuple[Figure, list[Axes]]:
-    """A figure of so many axes in rows of at most ``most``."""
+    """A figure with ``count`` axes in rows of at most ``most``."""
     from matplotlib.figure import Figure
 
     columns = min(count, most)
@@ -63,7 +63,7 @@ def panels(count: int, *, width: float = 3.4, height: float = 3.0, most: int = 4
 
 
 def tidy(axes: Axes, *, x: str, y: str, title: str = "") -> None:
-    """Labels, and nothing that carries no number."""
+    """Labels and a faint grid; no frame."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=10)
@@ -77,7 +77,7 @@ def tidy(axes: Axes, *, x: str, y: str, title: str = "") -> None:
 def draw_comparison(
     folder: Path, cells: Sequence[Cell], results: pd.DataFrame, comparison: Comparison, *, mark: str = ""
 ) -> list[Path]:
-    """Every figure that these runs have the files for."""
+    """Every figure for which these runs have the files."""
     from gated_srp.reports.curves import draw_curves
 
     done = [cell for cell in cells if cell.run.finished]
@@ -110,7 +110,7 @@ def read_gates(runs: Iterable[Path]) -> pd.DataFrame | None:
 
 
 def draw_trajectories(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, mark: str = "") -> list[Path]:
-    """Mean beta of each gated layer by epoch: mean over seeds, band of one standard deviation; a panel a cohort."""
+    """Mean beta of each gated layer by epoch: mean over seeds, band of one standard deviation; one panel per cohort."""
     from matplotlib.ticker import MaxNLocator
 
     found = {cohort: gates for cohort, paths in runs.items() if (gates := read_gates(paths)) is not None}
@@ -137,7 +137,7 @@ def draw_trajectories(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: 
 
 
 def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, mark: str = "") -> list[Path]:
-    """Share of heads and patches in each regime in the last epoch, mean over seeds; a bar a layer."""
+    """Share of heads and patches in each regime in the last epoch, mean over seeds; one bar per layer."""
     found = {cohort: gates for cohort, paths in runs.items() if (gates := read_gates(paths)) is not None}
     if not found:
         return []
@@ -164,6 +164,26 @@ def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, 
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.suptitle(f"{title}: what the gates do", x=0.01, ha="left", fontsize=11)
     return save(figure, stem, mark)
+
+
+def draw_history(run: Path, stem: Path, *, title: str) -> list[Path]:
+    """Loss and every other metric of history.csv by epoch, one panel per metric; nothing where there is no history."""
+    from matplotlib.ticker import MaxNLocator
+
+    path = run / "history.csv"
+    history = pd.read_csv(path) if path.is_file() else pd.DataFrame({"metric": []})
+    metrics = list(dict.fromkeys(history["metric"]))[:8]
+    if not metrics:
+        return []
+    figure, axes = panels(len(metrics), width=3.0, height=2.4)
+    for axis, metric in zip(axes, metrics, strict=True):
+        for place, (split, part) in enumerate(history[history["metric"] == metric].groupby("split", sort=False)):
+            axis.plot(part["epoch"], part["value"], color=COLOURS[place], linestyle=STYLES[place], label=str(split))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        tidy(axis, x="epoch", y=str(metric))
+        axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return save(figure, stem)
 
 
 def draw_signed_gate(stem: Path, *, delta: float = 2.0) -> list[Path]:
@@ -234,7 +254,7 @@ def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -
             axis.plot([test.low, test.high], [place, place], color=colour, linewidth=2)
         if drawn is not None and not math.isnan(drawn.low):
             axis.plot([drawn.low, drawn.high], [place - 0.22] * 2, color=COLOURS[1], linewidth=1.2, linestyle="--")
-        # A filled marker says the same as the colour does.
+        # A filled marker repeats what the colour says.
         axis.plot(test.mean, place, marker="o", color=colour, markerfacecolor=colour if test.excludes_zero else "white")
     axis.set_yticks(range(len(cells)), [arm_title(cell.arm) for cell in reversed(cells)], fontsize=8)
     axis.set_ylim(-0.6, len(cells) - 0.4)

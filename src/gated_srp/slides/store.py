@@ -18,8 +18,8 @@ from gated_srp.errors import UserError
 from gated_srp.files import whole
 from gated_srp.slides.tiles import TilePlan, Tiling
 
-_ABANDONED = 3600.0  # seconds since a draft was last written to; its writer was killed
-_ROWS = 64  # a chunk: it must fit HDF5's cache of 1 MB, or each batch rewrites it
+_ABANDONED = 3600.0  # seconds without a write after which a draft's writer must have been killed
+_ROWS = 64  # of a chunk: it must fit into HDF5's cache of 1 MB, or each batch rewrites it
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Job:
     weights: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the features; a file made with others is not taken for this one."""
+        """All settings that decide the features; a file made with others is refused."""
         tiling = self.tiling
         return {
             "patch_size": tiling.size,
@@ -59,7 +59,7 @@ class Trident:
         return self.out / job.tiling.folder / "visualization" / f"{job.slide.stem}.jpg"
 
     def made_with(self, job: Job) -> dict[str, Any] | None:
-        """Settings of the file that is there; None where there is none."""
+        """Settings of the existing file; None where there is none."""
         return _settings(self.path(job), "features")
 
     @contextmanager
@@ -120,7 +120,7 @@ def _geometry(plan: TilePlan) -> dict[str, Any]:
 
 
 def _about(plan: TilePlan) -> dict[str, Any]:
-    """Of the slide: where it was, microns a pixel. `heatmap` finds the slide again by this."""
+    """Of the slide: its path, by which `heatmap` finds it again, and microns per pixel."""
     known = {"wsi_path": str(plan.info.path.resolve()), "mpp": plan.info.mpp, "vendor": plan.info.vendor}
     return {key: value for key, value in known.items() if value is not None}
 
@@ -138,8 +138,11 @@ def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job) -> N
     with h5py.File(there, "r") as old:
         if old["coords"].shape != table.shape or not np.array_equal(old["coords"][:, :2], table[:, :2]):
             raise UserError(
-                f"{there}: holds other patches than those asked for (size, magnification, overlap or tissue differ, and one file "
-                "has one set of patches). Choose another -o, or the TRIDENT layout."
+                "holds other patches than those asked for (size, magnification, overlap or tissue differ, and one file has one "
+                "set of patches)",
+                where=there,
+                cure="Choose another -o, or the TRIDENT layout.",
+                kind="other_settings",
             )
         file.attrs.update(dict(old.attrs))
         for name in old:
@@ -160,12 +163,13 @@ def _settings(path: Path, name: str) -> dict[str, Any] | None:
             noted = file[name].attrs.get("gated_srp")
             return {} if noted is None else dict(json.loads(noted))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). Remove it; the slide is then extracted again.") from None
+        cure = "Remove it; the slide is then extracted again."
+        raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
 
 
 @contextmanager
 def _draft(path: Path) -> Iterator[h5py.File]:
-    """A new file beside the target that takes its place when all went well."""
+    """A new file beside the target; it replaces the target at the end if nothing was raised."""
     for old in path.parent.glob(f".{path.name}.*.part"):
         if time.time() - old.stat().st_mtime > _ABANDONED:
             old.unlink(missing_ok=True)

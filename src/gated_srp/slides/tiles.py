@@ -1,6 +1,6 @@
-"""Which patches of a slide are read, and how: one lattice over the whole slide, in level-0 pixels.
+"""Which patches of a slide are read, and how: one lattice over the whole slide, in level-0 pixels, kept where there is tissue.
 
-Shapes: N patches, S side of a patch in pixels as the encoder gets it.
+Shapes: N patches, S side of a patch in pixels as the encoder gets it; h, w rows and columns of the overview.
 """
 
 import math
@@ -13,17 +13,20 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
+from scipy import ndimage
 
 from gated_srp.errors import UserError
 from gated_srp.files import write_image
 from gated_srp.slides.reader import SlideError, SlideImage, SlideInfo, nominal_magnification
-from gated_srp.slides.tissue import TissueMask, find_tissue, preview
 
 _SAME = 0.02  # relative difference of two magnifications that are one: no resampling
-_OVERVIEW_UM = 4.0  # microns a pixel of the overview on which tissue is found
+_OVERVIEW_UM = 4.0  # microns per pixel of the overview on which tissue is found
 _OVERVIEW_SIDE = 4096  # its longest side at most
 _LARGEST = 1 << 16  # pixels of a patch's side
+_LEAST, _MOST = 12, 32  # of 255: noise on blank glass stays below the first, pale stroma and fat lie above the second
+_JOINED = 4  # pixels: strands this near to each other are one piece, as in fat or loose stroma
+_DARK = 30  # ink and shadow at the slide's edge: too dark for saturation to mean anything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +40,11 @@ class Tiling:
 
     def __post_init__(self) -> None:
         if not 8 <= self.size <= _LARGEST or not 0 <= self.overlap < self.size:
-            raise UserError(f"patch size {self.size} with overlap {self.overlap}: expected 8 or more, overlap smaller.")
+            where = f"patch size {self.size} with overlap {self.overlap}"
+            raise UserError("expected 8 or more, overlap smaller.", where=where)
         if not 0 < self.magnification < math.inf or not 0 <= self.tissue <= 1:
-            raise UserError(
-                f"magnification {self.magnification}, tissue share {self.tissue}: expected above 0, and 0 to 1."
-            )
+            where = f"magnification {self.magnification}, tissue share {self.tissue}"
+            raise UserError("expected above 0, and 0 to 1.", where=where)
 
     @property
     def folder(self) -> str:
@@ -55,7 +58,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Footprint:
-    """How a patch is read: ``side`` level-0 pixels every ``stride``, from ``level``, ``read`` pixels of it a side."""
+    """How a patch is read: ``side`` level-0 pixels every ``stride``; from ``level``, ``read`` x ``read`` of its pixels."""
 
     side: int
     stride: int
@@ -80,8 +83,9 @@ def footprint(info: SlideInfo, tiling: Tiling, magnification: float) -> Footprin
     if ratio < 1 - _SAME:
         raise SlideError(
             info.path,
-            f"scanned at {magnification:g}x, asked for {tiling.magnification:g}x: the detail does not exist. "
-            "Choose --magnification no higher than the slide's, or correct its --mpp.",
+            f"scanned at {magnification:g}x, asked for {tiling.magnification:g}x: the detail does not exist",
+            cure="Choose --magnification no higher than the slide's, or correct its --mpp.",
+            kind="low_magnification",
         )
     near = min(range(len(info.downsamples)), key=lambda i: abs(info.downsamples[i] / ratio - 1))
     if abs(info.downsamples[near] / ratio - 1) <= _SAME:
@@ -111,15 +115,16 @@ def plan_slide(path: Path, tiling: Tiling, *, mpp: float | None = None, picture:
         if magnification is None:
             raise SlideError(
                 info.path,
-                "says neither its magnification nor microns a pixel. Give it: --mpp 0.25 (for every slide asked for), or "
-                "--mpp FILE.csv with the columns wsi and mpp.",
+                "says neither its magnification nor its microns per pixel",
+                cure="Set them: --mpp 0.25 (for all slides), or --mpp FILE.csv with the columns wsi and mpp.",
+                kind="no_magnification",
             )
         where = footprint(info, tiling, magnification)
         microns = mpp or info.mpp or 10 / magnification
         scale = max(1.0, _OVERVIEW_UM / microns, max(info.size) / _OVERVIEW_SIDE)
         scale = min(scale, max(1.0, where.side / 8))  # small patches need a finer mask
         overview = slide.overview(scale)
-    patch = (where.side / scale) ** 2  # pixels of the overview a patch
+    patch = (where.side / scale) ** 2  # pixels of the overview per patch
     tissue = TissueMask(find_tissue(overview, smallest=patch / 2, largest_hole=patch), scale)
     coords = lattice(info.size, where.side, where.stride)
     coords = coords[tissue.fraction(coords, where.side) >= max(tiling.tissue, 1e-9)] if len(coords) else coords
@@ -141,7 +146,7 @@ def read_tiles(path: Path, where: Footprint, size: int, coords: np.ndarray) -> n
 
 
 def begin_reading() -> None:
-    """For a reading process: Ctrl-C is its parent's to handle, and it ends when the parent does, however that ends."""
+    """In a reading process: leave Ctrl-C to the parent, and end when the parent ends, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_leave_with_parent, daemon=True).start()
 
@@ -156,3 +161,84 @@ def _leave_with_parent() -> None:
 @lru_cache(maxsize=2)
 def _kept_open(path: Path) -> SlideImage:
     return SlideImage(path)
+
+
+# Tissue: saturation above Otsu's threshold on an overview, cleaned -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TissueMask:
+    """True where there is tissue, (h, w); a pixel covers ``scale`` level-0 pixels."""
+
+    mask: np.ndarray
+    scale: float
+
+    def fraction(self, coords: np.ndarray, side: float) -> np.ndarray:
+        """Share of tissue under squares of ``side`` level-0 pixels with top-left corners ``coords`` (N, 2): (N,)."""
+        table = np.pad(self.mask.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))  # (h + 1, w + 1)
+        limits = np.array(self.mask.shape[::-1])
+        low = np.floor(coords / self.scale).astype(np.int64).clip(0, limits - 1)
+        high = np.ceil((coords + side) / self.scale).astype(np.int64).clip(low + 1, limits)
+        (x0, y0), (x1, y1) = low.T, high.T
+        covered = table[y1, x1] - table[y0, x1] - table[y1, x0] + table[y0, x0]
+        share: np.ndarray = covered / ((x1 - x0) * (y1 - y0))
+        return share
+
+
+def find_tissue(overview: np.ndarray, *, smallest: float, largest_hole: float) -> np.ndarray:
+    """The mask (h, w) of an RGB overview: pieces below ``smallest`` pixels go, holes up to ``largest_hole`` are filled."""
+    saturation = ndimage.median_filter(_saturation(overview), size=5, mode="nearest")
+    coloured = saturation > np.clip(otsu(saturation), _LEAST, _MOST)
+    disc = ndimage.generate_binary_structure(2, 1)
+    # Closing next to the frame would erode it: the frame is continued outwards first.
+    inner = (slice(_JOINED + 1, -_JOINED - 1),) * 2
+    mask = ndimage.binary_closing(np.pad(coloured, _JOINED + 1, mode="edge"), disc, iterations=_JOINED)[inner]
+    mask = ndimage.binary_opening(mask, disc, iterations=2)
+    mask = _without_small(mask, smallest)
+    return ~_without_small(~mask, largest_hole)
+
+
+def otsu(values: np.ndarray) -> int:
+    """Otsu's threshold of bytes: values above it are the upper class.
+
+    >>> otsu(np.array([10, 11, 12, 200, 201], np.uint8)) in range(12, 200)
+    True
+    """
+    counts = np.bincount(values.ravel(), minlength=256).astype(np.float64)
+    below = counts.cumsum()
+    sums = (counts * np.arange(256)).cumsum()
+    above = below[-1] - below
+    with np.errstate(divide="ignore", invalid="ignore"):
+        between = (sums[-1] * below / below[-1] - sums) ** 2 / (below * above)
+    between = np.where((below > 0) & (above > 0), between, -1.0)
+    best = np.flatnonzero(between == between.max())
+    return int(best.mean())  # a gap between the classes gives a plateau: its middle
+
+
+def preview(overview: np.ndarray, tissue: TissueMask, coords: np.ndarray, side: float) -> Image.Image:
+    """The overview with the tissue's outline (green) and the patches that are kept (blue)."""
+    picture = overview.copy()
+    picture[tissue.mask ^ ndimage.binary_erosion(tissue.mask, border_value=1)] = (0, 160, 60)
+    image = Image.fromarray(picture)
+    pen = ImageDraw.Draw(image)
+    for x, y in coords / tissue.scale:
+        pen.rectangle((x, y, x + side / tissue.scale, y + side / tissue.scale), outline=(30, 60, 200))
+    return image
+
+
+def _saturation(rgb: np.ndarray) -> np.ndarray:
+    """HSV saturation as bytes (h, w)."""
+    most, least = rgb.max(-1).astype(np.int32), rgb.min(-1).astype(np.int32)
+    value = (most - least) * 255 // np.maximum(most, 1)
+    return np.where(most < _DARK, 0, value).astype(np.uint8)
+
+
+def _without_small(mask: np.ndarray, smallest: float) -> np.ndarray:
+    labels, count = ndimage.label(mask, np.ones((3, 3)))
+    if not count:
+        return mask
+    sizes = np.bincount(labels.ravel())
+    keep = sizes >= smallest
+    keep[0] = False
+    kept: np.ndarray = keep[labels]
+    return kept

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from gated_srp.cli import data as commands
 from gated_srp.errors import UserError
-from gated_srp.reports.photographs import cut, find_photographs, measure_photographs
+from gated_srp.reports.redundancy import cut_photograph, find_photographs, measure_photographs
 from gated_srp.slides.encoders import Encoder
 
 
@@ -26,7 +26,7 @@ ENCODER = Encoder(
 def test_patches_are_those_of_the_picture(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (70, 100, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    tiles, corners = cut(tmp_path / "a.png", 32)
+    tiles, corners = cut_photograph(tmp_path / "a.png", 32)
     assert corners.tolist() == [[0, 0], [32, 0], [64, 0], [0, 32], [32, 32], [64, 32]]
     assert np.array_equal(tiles[4], pixels[32:64, 32:64])
 

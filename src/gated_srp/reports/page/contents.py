@@ -1,4 +1,4 @@
-"""What lies below a folder and belongs on its page: comparisons, runs, checks, figures, maps."""
+"""What a folder holds for its page: comparisons, runs, checks, figures, maps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ _ABOUT = 20_000  # characters of about.txt that are shown
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run, read from its folder wherever that was moved."""
 
     path: Path
@@ -41,6 +42,11 @@ class Run:
     @property
     def unit(self) -> str:
         return self.path.name.removeprefix("seed")
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Metrics of the test set at the level that scores."""
+        return dict((self.metrics.get("test") or {}).get(self.metrics.get("score")) or {})
 
     @cached_property
     def config_text(self) -> str:
@@ -74,7 +80,7 @@ class Run:
             return None
 
     def cell(self) -> Cell | None:
-        """As figures take it; None where the folder was renamed so that they would not find it."""
+        """As figures need it; None where the folder was renamed so that they would not find it."""
         try:
             config = CohortConfig.model_validate(self.settings | {"out": self.path.absolute().parents[2]})
         except (ValidationError, IndexError):
@@ -87,7 +93,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyFolder:
     """A folder with comparison.json, or with reproduction.csv."""
 
     path: Path
@@ -97,7 +103,7 @@ class Study:
 
     @property
     def cohorts(self) -> set[str]:
-        """Those with a result of ours."""
+        """Those with a result of this study."""
         run = [row for row in self.reproduction if row.get("mean")]
         return {str(row.get("cohort")) for row in (*self.results, *run)}
 
@@ -113,23 +119,24 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Material:
-    """Everything of one page. ``drawings``: those of no study; ``maps``: PNGs with no SVG of the same name."""
+class Contents:
+    """Everything on one page. ``drawings``: those of no study; ``maps``: PNGs without an SVG of the same name."""
 
     home: Path
     about: str
-    studies: tuple[Study, ...]
-    runs: tuple[Run, ...]
+    studies: tuple[StudyFolder, ...]
+    runs: tuple[FinishedRun, ...]
     checks: tuple[dict[str, Any], ...]
     drawings: tuple[Path, ...]
     maps: tuple[Path, ...]
 
 
-def gather(home: Path) -> Material:
+def read_contents(home: Path) -> Contents:
     """Look through a folder; refuse one that holds nothing to report."""
     if not home.is_dir():
-        raise UserError(f"{home}: no such folder. Expected the folder of a run, of a comparison, or one above them.")
-    files = sorted(Path(here, name) for here, folders, names in os.walk(home) for name in names if _enter(folders))
+        cure = "Expected the folder of a run, of a comparison, or one above them."
+        raise UserError("no such folder", where=home, cure=cure)
+    files = sorted(_files(home))
     studies = tuple(_study(folder) for folder in sorted({f.parent for f in files if f.name in _STUDY}))
     runs = _runs(files) or _runs(_beside(home, studies))
     checks = tuple(found for f in files if f.suffix == ".json" and "check" in f.name and (found := _check(f)))
@@ -138,23 +145,25 @@ def gather(home: Path) -> Material:
     maps = tuple(f for f in files if f.suffix == ".png" and not f.with_suffix(".svg").is_file())
     if not studies and not runs:
         raise UserError(
-            f"{home}: nothing to report: no finished run (metrics.json) and no comparison (comparison.json) in it. "
-            "Point at what `gated-srp train`, `compare` or `reproduce` wrote."
+            "nothing to report: no finished run (metrics.json) and no comparison (comparison.json) in it",
+            where=home,
+            cure="Point at what `gated-srp train`, `compare` or `reproduce` wrote.",
         )
-    return Material(home, read_text(home / "about.txt")[:_ABOUT], studies, runs, checks, drawings, maps)
+    return Contents(home, read_text(home / "about.txt")[:_ABOUT], studies, runs, checks, drawings, maps)
 
 
 _STUDY = {"comparison.json", "reproduction.csv"}
 
 
-def _enter(folders: list[str]) -> bool:
-    """Hidden folders are not looked into."""
-    folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return True
+def _files(home: Path) -> Iterator[Path]:
+    """All files of a folder and those below it; hidden folders are skipped."""
+    for here, folders, names in os.walk(home):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(here, name) for name in names)
 
 
-def _beside(home: Path, studies: tuple[Study, ...]) -> list[Path]:
-    """Runs of a comparison that are not below it: those that it lists, else the ones of its cohorts in the folders around it."""
+def _beside(home: Path, studies: tuple[StudyFolder, ...]) -> list[Path]:
+    """Runs of a comparison that are not below it: those it lists, else those of its cohorts in the folders above it."""
     listed = [study.path / folder / "metrics.json" for study in studies for folder in study.run_folders]
     if found := list(dict.fromkeys(path.resolve() for path in listed if path.is_file())):
         return found
@@ -164,15 +173,17 @@ def _beside(home: Path, studies: tuple[Study, ...]) -> list[Path]:
     return [path for path in found if path.parents[2].name in cohorts]
 
 
-def _runs(files: list[Path]) -> tuple[Run, ...]:
+def _runs(files: list[Path]) -> tuple[FinishedRun, ...]:
     paths = [path for path in files if path.name == "metrics.json"]
-    found = [Run(path.parent, metrics) for path in paths if "test" in (metrics := read_json(path))]
+    found = [FinishedRun(path.parent, metrics) for path in paths if "test" in (metrics := read_json(path))]
     return tuple(sorted(found, key=lambda run: (run.cohort, run.arm, run.unit)))
 
 
-def _study(folder: Path) -> Study:
+def _study(folder: Path) -> StudyFolder:
     rows = tuple(read_rows(folder / "results.csv"))
-    return Study(folder, read_json(folder / "comparison.json"), rows, tuple(read_rows(folder / "reproduction.csv")))
+    return StudyFolder(
+        folder, read_json(folder / "comparison.json"), rows, tuple(read_rows(folder / "reproduction.csv"))
+    )
 
 
 def _check(path: Path) -> dict[str, Any] | None:
@@ -181,7 +192,7 @@ def _check(path: Path) -> dict[str, Any] | None:
 
 
 def read_text(path: Path) -> str:
-    """Its text, nothing where there is none."""
+    """The text; empty where there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -189,13 +200,14 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Its content if that is a mapping; nothing where there is no such file; a torn file is refused by name."""
+    """The content if that is a mapping; nothing where there is no such file; a torn file is refused by name."""
     if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). Write it again with the command that made it.") from None
+        cure = "Write it again with the command that made it."
+        raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
     return found if isinstance(found, dict) else {}
 
 

@@ -7,9 +7,9 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from report.page_folders import HOSTILE, compared  # noqa: E402
+from reports.page_folders import HOSTILE, compared  # noqa: E402
 
-from gated_srp.reports.page import write_page  # noqa: E402
+from gated_srp import report  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; Debi
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     home = compared(tmp_path_factory.mktemp("browser"))
-    write_page(home, home / "report.html")
+    report(home, out=home / "report.html")
     return home / "report.html"
 
 

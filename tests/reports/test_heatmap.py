@@ -14,10 +14,20 @@ from gated_srp.cli import slides as commands
 from gated_srp.data.files.formats import read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.reports import show
-from gated_srp.reports.heatmap import Canvas, around_zero, as_beta, by_percentile, by_rank, colour, draw_maps
-from gated_srp.reports.on_slide import contact_sheet, overview, placed
-from gated_srp.reports.values import VALUES, PatchMap, look, maps_of, patches_of, scores
+from gated_srp.reports import heatmap as flow
+from gated_srp.reports.draw import (
+    Canvas,
+    around_zero,
+    as_beta,
+    by_percentile,
+    by_rank,
+    colour,
+    contact_sheet,
+    draw_maps,
+    in_image_pixels,
+    overview,
+)
+from gated_srp.reports.maps import VALUES, Patches, PatchMap, maps_of, read_scores, view_slide
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.srp.coefficient import FixedCoefficient
 from gated_srp.srp.trace import trace
@@ -42,7 +52,7 @@ def _run(folder, arm="gated_srp", **card):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_a_marked_patch_lights_the_right_pixels_and_no_others(tmp_path, layout):
     slide = make_slide(3)
-    patches = patches_of(read_header(LAYOUTS[layout](tmp_path, "s", slide)))
+    patches = Patches.of(read_header(LAYOUTS[layout](tmp_path, "s", slide)))
     step = patches.header.stride
     canvas = Canvas((0.0, 0.0), step / 4, (4 * 8, 4 * 7))
     marked = 11
@@ -59,7 +69,7 @@ def test_a_marked_patch_lights_the_right_pixels_and_no_others(tmp_path, layout):
 
 def test_overlapping_patches_are_drawn_in_their_full_size_and_averaged_where_they_share_pixels(tmp_path):
     slide = Slide(np.array([[0, 0], [1, 0], [2, 0]]), np.zeros((3, 4), np.float32))
-    patches = patches_of(read_header(write_trident(tmp_path, "s", slide, overlap=64)))  # side 512, stride 384
+    patches = Patches.of(read_header(write_trident(tmp_path, "s", slide, overlap=64)))  # side 512, stride 384
     assert (patches.side, patches.header.stride) == (512, 384)
     painted = Canvas((0.0, 0.0), 128.0, (10, 4)).paint(patches, np.array([0.0, 1.0, 0.0]))
     assert painted[0].tolist() == [0, 0, 0, 0.5, 1, 1, 0.5, 0, 0, 0]
@@ -67,7 +77,7 @@ def test_overlapping_patches_are_drawn_in_their_full_size_and_averaged_where_the
 
 def test_at_a_scale_that_divides_nothing_touching_patches_leave_no_gap_and_do_not_shift(tmp_path):
     slide = make_slide(0, columns=40, rows=30, kept=1.0)
-    patches = patches_of(read_header(write_clam(tmp_path, "s", slide)))
+    patches = Patches.of(read_header(write_clam(tmp_path, "s", slide)))
     canvas = Canvas((0.0, 0.0), 512 / 3.7, (148, 111))
     painted = canvas.paint(patches, np.arange(1200.0))
     assert not np.isnan(painted).any()
@@ -126,7 +136,7 @@ def test_an_overlay_leaves_the_slide_alone_where_there_is_no_patch():
 def test_values_are_those_of_the_trace_of_the_file(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
     run, model = _run(tmp_path / "run")
-    view = look(run, file)
+    view = view_slide(run, file)
     from gated_srp.data.prepared import Preparation, prepare
 
     bag = prepare(file, Preparation())
@@ -144,23 +154,23 @@ def test_values_are_those_of_the_trace_of_the_file(tmp_path):
 def test_only_the_attention_that_is_asked_for_is_computed(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
     run, _ = _run(tmp_path / "run")
-    whole = look(run, file)
+    whole = view_slide(run, file)
     assert [one.cls_attention is None for one in whole.layers] == [True, True, False]
-    first = look(run, file, layer=1)
+    first = view_slide(run, file, layer=1)
     assert [one.cls_attention is None for one in first.layers] == [False, True, True]
     assert np.array_equal(maps_of(first, "beta")[1].values, maps_of(whole, "beta")[1].values)
-    with pytest.raises(UserError, match=r"--layer 4: .* has layers 1 to 3"):
-        look(run, file, layer=4)
+    with pytest.raises(UserError, match=r"layer 4: .* has layers 1 to 3"):
+        view_slide(run, file, layer=4)
 
 
 def test_change_is_attention_less_that_with_every_gate_at_zero(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
     run, model = _run(tmp_path / "run")
-    view = look(run, file)
+    view = view_slide(run, file)
     (found,) = maps_of(view, "change")
     for block in model.blocks[:-1]:
         block.correction.coefficient = FixedCoefficient(0.0)
-    save_like = look(run, file)  # the file is untouched; the idle pass is compared with gates fixed at zero
+    save_like = view_slide(run, file)  # the file is untouched; the idle pass is compared with gates fixed at zero
     from gated_srp.data.prepared import Preparation, prepare
 
     bag = prepare(file, Preparation())
@@ -173,7 +183,7 @@ def test_change_is_attention_less_that_with_every_gate_at_zero(tmp_path):
 
 def test_differential_attention_is_shown_signed_and_as_its_positive_part(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
-    view = look(_run(tmp_path / "run", "diff")[0], file)
+    view = view_slide(_run(tmp_path / "run", "diff")[0], file)
     signed, positive = maps_of(view, "attention")
     assert signed.signed and signed.values.min() < 0
     assert np.array_equal(positive.values, signed.values.clip(0))
@@ -185,7 +195,7 @@ def test_differential_attention_is_shown_signed_and_as_its_positive_part(tmp_pat
 
 def test_what_a_model_does_not_have_is_refused_with_what_it_has(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
-    view = look(_run(tmp_path / "run")[0], file)
+    view = view_slide(_run(tmp_path / "run")[0], file)
     for kind, settings, why in (
         ("beta", {"layer": 3}, "in layers 1, 2, not in 3"),
         ("attention", {"head": 9}, "heads 1 to 4"),
@@ -197,7 +207,7 @@ def test_what_a_model_does_not_have_is_refused_with_what_it_has(tmp_path):
 
 def test_patches_that_a_cap_left_out_are_not_drawn_and_rows_say_which_are_meant(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
-    view = look(_run(tmp_path / "run", cap=20, order="raster")[0], file)
+    view = view_slide(_run(tmp_path / "run", cap=20, order="raster")[0], file)
     assert len(view.patches.rows) == 20 == len(maps_of(view, "attention")[0].values)
     own = read_header(file).coords[view.patches.rows].double().numpy()
     assert np.array_equal(view.patches.corners, own)
@@ -205,7 +215,7 @@ def test_patches_that_a_cap_left_out_are_not_drawn_and_rows_say_which_are_meant(
 
 def test_anybodys_scores_are_taken_in_order_or_by_place(tmp_path):
     slide = make_slide(1)
-    patches = patches_of(read_header(write_clam(tmp_path, "s", slide)))
+    patches = Patches.of(read_header(write_clam(tmp_path, "s", slide)))
     wanted = np.arange(len(slide.cells)) / 7
     (tmp_path / "plain.csv").write_text("score\n" + "\n".join(map(str, wanted)))
     x, y = (slide.cells * 512).T
@@ -213,7 +223,7 @@ def test_anybodys_scores_are_taken_in_order_or_by_place(tmp_path):
     lines = [f"{x[i]},{y[i]},{wanted[i]}" for i in order]
     (tmp_path / "placed.csv").write_text("X,Y,mine\n" + "\n".join(lines))
     for name in ("plain.csv", "placed.csv"):
-        assert np.allclose(scores(tmp_path / name, patches).values, wanted)
+        assert np.allclose(read_scores(tmp_path / name, patches).values, wanted)
     (tmp_path / "short.csv").write_text("score\n1\n2\n")
     (tmp_path / "two.csv").write_text("a,b\n1,2\n")
     (tmp_path / "far.csv").write_text("x,y,score\n-5,-5,1\n")
@@ -223,7 +233,7 @@ def test_anybodys_scores_are_taken_in_order_or_by_place(tmp_path):
         ("far.csv", "none of its x and y"),
     ):
         with pytest.raises(UserError, match=why):
-            scores(tmp_path / name, patches)
+            read_scores(tmp_path / name, patches)
 
 
 # On the slide ---------------------------------------------------------------------------------------------------------
@@ -235,22 +245,22 @@ def _info(size, mpp=0.5):
 
 def test_a_slide_that_cannot_be_the_patches_is_refused(tmp_path):
     slide = make_slide(1)
-    clam = patches_of(read_header(write_clam(tmp_path, "s", slide)))
-    trident = patches_of(read_header(write_trident(tmp_path, "t", slide)))
-    assert placed(clam, _info((5000, 5000))) is clam
+    clam = Patches.of(read_header(write_clam(tmp_path, "s", slide)))
+    trident = Patches.of(read_header(write_trident(tmp_path, "t", slide)))
+    assert in_image_pixels(clam, _info((5000, 5000))) is clam
     with pytest.raises(UserError, match="beyond"):
-        placed(clam, _info((2000, 2000)))
+        in_image_pixels(clam, _info((2000, 2000)))
     with pytest.raises(UserError, match="80000 x 60000"):
-        placed(trident, _info((5000, 5000)))
+        in_image_pixels(trident, _info((5000, 5000)))
 
 
 def test_microns_become_pixels_of_the_slide(tmp_path):
-    patches = patches_of(read_header(LAYOUTS["stamp"](tmp_path, "s", make_slide(1))))
-    here = placed(patches, _info((9000, 9000), mpp=0.5))
+    patches = Patches.of(read_header(LAYOUTS["stamp"](tmp_path, "s", make_slide(1))))
+    here = in_image_pixels(patches, _info((9000, 9000), mpp=0.5))
     assert here.side == 512
     assert np.array_equal(here.corners, patches.corners * 2)
     with pytest.raises(UserError, match="how large its pixels are"):
-        placed(patches, _info((9000, 9000), mpp=None))
+        in_image_pixels(patches, _info((9000, 9000), mpp=None))
 
 
 @pytest.fixture
@@ -267,7 +277,7 @@ def slide_file(tmp_path):
 
 def test_the_overview_and_the_canvas_show_the_same_places(slide_file):
     image, file, colours = slide_file
-    patches, picture, canvas = overview(patches_of(read_header(file)), image)
+    patches, picture, canvas = overview(Patches.of(read_header(file)), image)
     assert picture.shape[:2] == (canvas.size[1], canvas.size[0])
     painted = canvas.paint(patches, np.arange(12.0))
     for i in range(12):
@@ -277,7 +287,7 @@ def test_the_overview_and_the_canvas_show_the_same_places(slide_file):
 def test_the_contact_sheet_shows_the_highest_first_and_the_lowest_below(slide_file):
     image, file, colours = slide_file
     values = np.random.default_rng(2).permutation(12).astype(float)
-    sheet = np.asarray(contact_sheet(patches_of(read_header(file)), PatchMap("v", "v", values), image, count=2))
+    sheet = np.asarray(contact_sheet(Patches.of(read_header(file)), PatchMap("v", "v", values), image, count=2))
     order = np.argsort(values)
     height = 24 + 144 + 16 + 6
     for group, rows in enumerate((order[::-1][:2], order[:2])):
@@ -342,8 +352,8 @@ def test_a_picture_of_scores_names_the_slide_the_file_and_the_column(tmp_path, s
     scored = tmp_path / "s.csv"  # called as the slide is
     scored.write_text("tumour / stroma\n" + "\n".join(map(str, range(12))))
     drawn = []
-    monkeypatch.setattr(show, "draw_maps", lambda maps, path, **settings: drawn.append((maps, path, settings)))
-    show.show_slide([], file, show.Request(value=str(scored)), tmp_path / "out")
+    monkeypatch.setattr(flow, "draw_maps", lambda maps, path, **settings: drawn.append((maps, path, settings)))
+    flow.heatmap([], file, value=scored, out=tmp_path / "out")
     ((maps, path, settings),) = drawn
     assert settings["title"] == "s: scores of s.csv"
     assert maps[0][0] == "column tumour / stroma"
@@ -353,11 +363,11 @@ def test_a_picture_of_scores_names_the_slide_the_file_and_the_column(tmp_path, s
 def test_features_of_another_encoder_are_refused(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1, width=9))
     with pytest.raises(UserError, match="9 channels"):
-        look(_run(tmp_path / "run")[0], file)
+        view_slide(_run(tmp_path / "run")[0], file)
 
 
 def test_a_map_without_any_finite_value_is_refused_and_leaves_nothing(tmp_path):
-    patches = patches_of(read_header(write_clam(tmp_path, "s", make_slide(1))))
+    patches = Patches.of(read_header(write_clam(tmp_path, "s", make_slide(1))))
     empty = PatchMap("v", "v", np.full(len(patches.corners), np.nan))
     with pytest.raises(UserError, match="no patch has a finite value"):
         draw_maps([("v", patches, empty)], tmp_path / "out" / "x.png", title="x")
@@ -379,7 +389,7 @@ def test_the_real_slide_is_drawn_where_its_tissue_is(tmp_path):
     image = Path(found.origin).parent / "data" / "cmu_small_region.svs"
     plan = plan_slide(image, Tiling(size=128, tissue=0.5))
     file = write_clam(tmp_path, "s", Slide(plan.coords // 128, np.zeros((len(plan.coords), 4), np.float32)), step=128)
-    patches, picture, canvas = overview(patches_of(read_header(file)), image)
+    patches, picture, canvas = overview(Patches.of(read_header(file)), image)
     inside = ~np.isnan(canvas.paint(patches, np.zeros(len(plan.coords))))
     chroma = picture.max(-1).astype(int) - picture.min(-1)
     assert chroma[inside].mean() > 40 > 12 > chroma[~inside].mean()

@@ -1,4 +1,4 @@
-"""Patches for other programs: GeoJSON for QuPath, a table, an HDF5 file that stands row by row beside the features.
+"""Patches for other programs: GeoJSON for QuPath, a table, an HDF5 file with the rows of the feature file.
 
 Shapes: L patches, N patches of the feature file.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole
-from gated_srp.reports.values import Patches, PatchMap
+from gated_srp.reports.maps import Patches, PatchMap
 
 _HOT = [200, 30, 30]
 _NAMES = uuid.UUID("7d5b5f3e-3a53-4f0c-9d6e-6a1f2f0c5b11")  # ids that stay the same when a file is written again
@@ -25,16 +25,16 @@ def feature_collection(
     """Patches as detections with measurements; the highest ``share`` of ``top`` merged into annotations."""
     if patches.header.unit != "px":
         raise UserError(
-            f"{patches.header.path}: positions are in microns, QuPath wants pixels of the slide. Name the slide with --wsi."
+            "positions are in microns, QuPath needs pixels of the slide",
+            where=patches.header.path,
+            cure="Name the slide with --wsi.",
         )
-    features = [
-        _feature(
-            f"{i}",
-            [_ring(x, y, patches.side)],
-            {"objectType": "detection", "measurements": _measurements(values, i)},
-        )
-        for i, (x, y) in enumerate(patches.corners.tolist())
-    ]
+    features = []
+    for i, (x, y) in enumerate(patches.corners.tolist()):
+        ring = [[x, y], [x + patches.side, y], [x + patches.side, y + patches.side], [x, y + patches.side], [x, y]]
+        # JSON has no NaN: a patch without a value has no such measurement.
+        known = {name: float(f"{found[i]:.7g}") for name, found in values.items() if np.isfinite(found[i])}
+        features.append(_feature(f"{i}", [ring], {"objectType": "detection", "measurements": known}))
     if top is not None:
         features += _regions(patches, top, share)
     return {"type": "FeatureCollection", "features": features}
@@ -45,17 +45,9 @@ def _regions(patches: Patches, top: PatchMap, share: float) -> list[dict[str, An
     count = max(1, round(share * len(known)))
     chosen = known[np.argsort(-top.values[known], kind="stable")[:count]]
     name = f"top {share:.0%} {top.name}".replace("%", " %")
+    shared = {"classification": {"name": name, "color": _HOT}, "isLocked": False}
     return [
-        _feature(
-            f"region {i}",
-            rings,
-            {
-                "objectType": "annotation",
-                "name": f"{name}, region {i + 1}",
-                "classification": {"name": name, "color": _HOT},
-                "isLocked": False,
-            },
-        )
+        _feature(f"region {i}", rings, {"objectType": "annotation", "name": f"{name}, region {i + 1}", **shared})
         for i, rings in enumerate(merged(patches.corners[chosen], patches.side))
     ]
 
@@ -66,17 +58,8 @@ def _feature(key: str, rings: list[list[list[float]]], properties: dict[str, Any
     return {"type": "Feature", "id": name, "geometry": geometry, "properties": properties}
 
 
-def _ring(x: float, y: float, side: float) -> list[list[float]]:
-    return [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
-
-
-def _measurements(values: Mapping[str, np.ndarray], row: int) -> dict[str, float]:
-    """JSON has no NaN: a patch without a value has no such measurement."""
-    return {name: float(f"{found[row]:.7g}") for name, found in values.items() if np.isfinite(found[row])}
-
-
 def merged(corners: np.ndarray, side: float) -> list[list[list[list[float]]]]:
-    """Squares united: polygons, each an outer ring and its holes, closed. Squares that touch along an edge are one polygon."""
+    """The union of squares as polygons (an outer ring, then its holes, closed); squares that share an edge are one polygon."""
     xs, ys = (np.unique(np.concatenate([corners[:, i], corners[:, i] + side])) for i in (0, 1))
     low = np.searchsorted(xs, corners[:, 0]), np.searchsorted(ys, corners[:, 1])
     high = np.searchsorted(xs, corners[:, 0] + side), np.searchsorted(ys, corners[:, 1] + side)
@@ -118,14 +101,14 @@ def _outline(cells: np.ndarray) -> list[list[tuple[int, int]]]:
         ring, at, before = [start], start, (0, 0)
         while True:
             moves = steps[at]
-            # Where two cells touch at a corner, go along the same empty side: a hole there gets a ring of its own.
+            # Where two cells touch at a corner, follow the same empty side: a hole there gets a ring of its own.
             turn = (before[1], -before[0])
             move = turn if turn in moves else moves[0]
             moves.remove(move)
             if not moves:
                 del steps[at]
             if move == before:
-                ring.pop()  # straight on: the corner between is none
+                ring.pop()  # straight on: no corner here
             at, before = (at[0] + move[0], at[1] + move[1]), move
             ring.append(at)
             if at == start:
@@ -161,7 +144,7 @@ def write_parquet(path: Path, patches: Patches, values: Mapping[str, np.ndarray]
 
 
 def write_h5(path: Path, patches: Patches, values: Mapping[str, np.ndarray], top: PatchMap | None) -> None:
-    """/coords as in the feature file and /<value> (N,) row by row beside them; NaN where the model did not look."""
+    """/coords as in the feature file and /<value> (N,) in the same order; NaN for patches that the model did not see."""
     import h5py
 
     coords = patches.header.coords.numpy()
@@ -183,7 +166,7 @@ WRITERS: dict[str, Callable[[Path, Patches, Mapping[str, np.ndarray], PatchMap |
 
 
 def _table(patches: Patches, values: Mapping[str, np.ndarray]) -> Any:
-    """One row a patch: row of the feature file, x, y, side, values."""
+    """One row per patch: row of the feature file, x, y, side, values."""
     import pandas as pd
 
     x, y = patches.header.coords.numpy()[patches.rows].T

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from report.page_folders import HOSTILE, compared, draw
+from reports.page_folders import HOSTILE, compared, draw
 from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
-from gated_srp.reports.page import LARGEST, build_page, write_page
-from gated_srp.reports.page_differences import forests
-from gated_srp.reports.page_inline import inline_svg, small_png, within
-from gated_srp.reports.page_maps import gallery, read_name
-from gated_srp.reports.page_material import Study, gather
-from gated_srp.reports.page_tables import run_metrics, slides
+from gated_srp.reports.page import LARGEST, build_page, report
+from gated_srp.reports.page.contents import StudyFolder, read_contents
+from gated_srp.reports.page.pictures import gallery, inline_svg, read_name, small_png, within
+from gated_srp.reports.page.tables import forests, run_metrics, slides
 
 
 class Reader(HTMLParser):
@@ -96,7 +94,7 @@ def test_every_part_of_the_folder_is_on_the_page(page):
 
 
 def test_a_slide_shows_the_probability_of_its_true_class_over_seeds(home):
-    table = next(iter(slides(gather(home).runs)))
+    table = next(iter(slides(read_contents(home).runs)))
     assert table.heads == ("Slide", "Case", "Label", "Gated SRP", "NA", "XSA")
     rows = {row[0][0]: row for row in table.rows}
     assert rows["s00"][3][0] == "0.57 (3 seeds)"  # 0.5 + 0.72 / 10
@@ -106,7 +104,7 @@ def test_a_slide_shows_the_probability_of_its_true_class_over_seeds(home):
 def test_places_on_the_forest_follow_the_numbers():
     row = {"cohort": "c", "metric": "m", "arm": "x", "claimed": True}
     row["corrected"] = {"difference": 0.5, "interval": [0.0, 1.0]}
-    forest = next(forests(Study(Path(), {"reference": "na", "cohorts": [row]}, (), ())))
+    forest = next(forests(StudyFolder(Path(), {"reference": "na", "cohorts": [row]}, (), ())))
     assert (forest.low, forest.high) == pytest.approx((-0.06, 1.06))
     line = forest.lines[0]
     assert (line["from"], line["at"], line["to"]) == pytest.approx((5.36, 50.0, 94.64))
@@ -125,7 +123,7 @@ def test_a_comparison_finds_its_runs_beside_it(home, tmp_path):
 
     copytree(home / "runs", tmp_path / "out")
     copytree(home / "comparison", tmp_path / "out" / "toy" / "comparison")
-    assert len(gather(tmp_path / "out" / "toy" / "comparison").runs) == 9
+    assert len(read_contents(tmp_path / "out" / "toy" / "comparison").runs) == 9
 
 
 def test_a_reproduction_is_shown_beside_the_published(tmp_path):
@@ -159,7 +157,7 @@ def test_runs_of_one_arm_with_other_settings_are_told_apart(home, tmp_path):
     copytree(
         home / "runs" / "toy" / "gated_srp", tmp_path / "variants" / "model.delta=1.0,window=5" / "toy" / "gated_srp"
     )
-    names = {row[1][0] for row in run_metrics(gather(tmp_path).runs).rows}
+    names = {row[1][0] for row in run_metrics(read_contents(tmp_path).runs).rows}
     assert names == {"Gated SRP", "Gated SRP (delta=1.0, window=5)"}
 
 
@@ -210,7 +208,7 @@ def test_names_of_maps_tell_slide_value_and_layer():
 
 
 def test_the_page_is_written_whole(home, tmp_path):
-    size = write_page(home, tmp_path / "out" / "report.html")
+    size = report(home, out=tmp_path / "out" / "report.html").size
     assert size == (tmp_path / "out" / "report.html").stat().st_size and len(list((tmp_path / "out").iterdir())) == 1
 
 
@@ -224,9 +222,9 @@ def test_the_settings_on_the_page_are_those_of_the_run(home, page):
 def test_the_command_says_where_the_page_is(home, tmp_path):
     import typer
 
-    from gated_srp.cli.first import report
+    from gated_srp.cli import first
 
     app = typer.Typer()
-    app.command()(report)
+    app.command()(first.report)
     said = CliRunner().invoke(app, [str(home), "-o", str(tmp_path / "r.html")])
     assert said.exit_code == 0 and f"written: {tmp_path / 'r.html'}" in said.output

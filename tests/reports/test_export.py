@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gated_srp.data.files.formats import read_header
 from gated_srp.errors import UserError
-from gated_srp.reports.geojson import WRITERS, feature_collection, merged
-from gated_srp.reports.values import PatchMap, patches_of
+from gated_srp.reports.export import WRITERS, feature_collection, merged
+from gated_srp.reports.maps import Patches, PatchMap
 
 
 def area(ring):
@@ -55,7 +55,7 @@ def check_schema(content):
 
 def test_patches_are_detections_with_measurements_and_the_top_ones_annotations(tmp_path):
     slide = make_slide(1)
-    patches = patches_of(read_header(write_trident(tmp_path, "s", slide, overlap=64)))
+    patches = Patches.of(read_header(write_trident(tmp_path, "s", slide, overlap=64)))
     values = np.arange(len(slide.cells), dtype=float)
     values[3] = np.nan
     path = tmp_path / "out.geojson"
@@ -107,7 +107,7 @@ def test_a_ring_of_patches_has_a_hole_and_neighbours_at_a_corner_stay_two():
 
 
 def test_microns_without_a_slide_are_refused_for_qupath(tmp_path):
-    patches = patches_of(read_header(LAYOUTS["stamp"](tmp_path, "s", make_slide(1))))
+    patches = Patches.of(read_header(LAYOUTS["stamp"](tmp_path, "s", make_slide(1))))
     with pytest.raises(UserError, match="--wsi"):
         feature_collection(patches, {})
 
@@ -117,7 +117,7 @@ def test_tables_and_hdf5_say_which_row_of_the_features_is_meant(tmp_path, kind):
     slide = make_slide(1)
     header = read_header(write_clam(tmp_path, "s", slide))
     rows = np.array([7, 2, 30])
-    patches = patches_of(header, rows)
+    patches = Patches.of(header, rows)
     values = np.array([0.5, -1.0, 2.25], np.float32)
     path = tmp_path / f"out.{kind}"
     WRITERS[kind](path, patches, {"beta_layer1": values}, None)
@@ -135,7 +135,7 @@ def test_tables_and_hdf5_say_which_row_of_the_features_is_meant(tmp_path, kind):
 
 
 def test_a_file_that_cannot_be_written_is_a_users_error(tmp_path):
-    patches = patches_of(read_header(write_clam(tmp_path, "s", make_slide(1))))
+    patches = Patches.of(read_header(write_clam(tmp_path, "s", make_slide(1))))
     (tmp_path / "a.csv").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
         WRITERS["csv"](tmp_path / "a.csv", patches, {}, None)

@@ -7,11 +7,12 @@ import typer
 from factories import make_slide, write_clam
 from typer.testing import CliRunner
 
+from gated_srp import explain
 from gated_srp.cli import slides as commands
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.reports.explain import explain_slide, gates_in_words, judge
-from gated_srp.reports.values import look
+from gated_srp.reports.explain import closed_gates_warning, predict_in_words
+from gated_srp.reports.maps import view_slide
 from gated_srp.training.domain import FeatureStatistics
 
 CARD = {"task": "classification", "classes": ["benign", "tumour"], "cohort": "toy"}
@@ -35,7 +36,8 @@ def _statistics(shift):
 def test_the_page_holds_prediction_maps_card_and_a_warning_in_one_file(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
     run = _run(tmp_path / "run", **CARD, features=_statistics(0.0))
-    page, *pictures = explain_slide(run, file, tmp_path / "out")
+    found = explain(run, file, out=tmp_path / "out")
+    page, *pictures = found.written
     text = page.read_text()
     assert page.name == "s1.html"
     for wanted in ("research use only", "probability of tumour", "That is not unusual", "toy", "gated_srp"):
@@ -46,31 +48,31 @@ def test_the_page_holds_prediction_maps_card_and_a_warning_in_one_file(tmp_path)
 
 def test_a_slide_unlike_the_training_slides_is_flagged_and_one_without_a_task_says_why(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
-    far = judge(_run(tmp_path / "far", **CARD, features=_statistics(50.0)), file)
+    far = predict_in_words(_run(tmp_path / "far", **CARD, features=_statistics(50.0)), file)
     assert far.unlike and "do not rely" in far.likeness
-    bare = judge(_run(tmp_path / "bare"), file)
-    assert not bare.answers and "card names no task" in bare.why
+    bare = predict_in_words(_run(tmp_path / "bare"), file)
+    assert not bare.answers and "card names no task" in bare.problem
 
 
 def test_a_model_without_gates_has_a_page_without_their_maps(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
-    page, *_ = explain_slide(_run(tmp_path / "na", arm="na", **CARD), file, tmp_path / "out")
-    assert page.read_text().count("data:image/png;base64,") == 2  # attention, homogeneity
+    found = explain(_run(tmp_path / "na", arm="na", **CARD), file, out=tmp_path / "out")
+    assert found.page.read_text().count("data:image/png;base64,") == 2  # attention, homogeneity
 
 
 def test_gates_that_have_hardly_opened_are_said_to_show_nothing(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
-    assert gates_in_words(look(_run(tmp_path / "open", **CARD), file)) == ""
+    assert closed_gates_warning(view_slide(_run(tmp_path / "open", **CARD), file)) == ""
     model = build_model("gated_srp", in_dim=12, num_outputs=2, dim=24, depth=2, num_heads=2, num_landmarks=4).eval()
     save_model(model, tmp_path / "shut" / "model.safetensors", CARD)  # as it starts: every beta is zero
-    assert "hardly opened (largest size 0)" in gates_in_words(look(tmp_path / "shut", file))
-    assert gates_in_words(look(_run(tmp_path / "na", arm="na", **CARD), file)) == ""
+    assert "hardly opened (largest size 0)" in closed_gates_warning(view_slide(tmp_path / "shut", file))
+    assert closed_gates_warning(view_slide(_run(tmp_path / "na", arm="na", **CARD), file)) == ""
 
 
 def test_names_are_escaped_on_the_page(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
     run = _run(tmp_path / "run", **{**CARD, "cohort": "<script>x</script>"})
-    assert "<script>" not in explain_slide(run, file, tmp_path / "out")[0].read_text()
+    assert "<script>" not in explain(run, file, out=tmp_path / "out").page.read_text()
 
 
 def _command(*arguments):

@@ -1,11 +1,14 @@
-"""One self-contained page about a folder of runs: `gated-srp report DIR`. Nothing on it is loaded from anywhere."""
+"""`gated_srp.report`: one self-contained page about a folder of runs. Nothing on it is loaded from anywhere."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -16,12 +19,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gated_srp import __version__
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title
-from gated_srp.reports.page_differences import all_rows, differences, forests, tone, where
-from gated_srp.reports.page_inline import inline_svg, small_png, within
-from gated_srp.reports.page_maps import Gallery, gallery
-from gated_srp.reports.page_material import Material, Run, Study, gather
-from gated_srp.reports.page_reproduction import agreement, reproduction
-from gated_srp.reports.page_tables import check_facts, cohort_metrics, hashes, run_metrics, run_name, slides
+from gated_srp.reports.page import tables
+from gated_srp.reports.page.contents import Contents, FinishedRun, StudyFolder, read_contents
+from gated_srp.reports.page.pictures import Gallery, gallery, inline_svg, small_png, within
+from gated_srp.reports.page.tables import all_rows, run_name, tone, where
 from gated_srp.reports.tables import metric_name
 
 LARGEST = 5_000_000  # bytes of a page
@@ -43,24 +44,50 @@ class Figure(NamedTuple):
     markup: str
 
 
-def write_page(folder: Path, output: Path) -> int:
-    """The page of a folder, written whole; its size in bytes."""
-    text = build_page(folder)
-    write_whole(output, text)
-    return len(text.encode())
+@dataclass(frozen=True)
+class Report(os.PathLike[str]):
+    """The page that was written; use it as a path, or let a notebook link to it."""
+
+    path: Path
+    size: int  # bytes
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        link, name = html.escape(self.path.absolute().as_uri()), html.escape(str(self.path))
+        return f'<a href="{link}" target="_blank">{name}</a> ({self.size / 1e6:.1f} MB)'
+
+
+def report(folder: str | Path, *, out: str | Path = "report.html") -> Report:
+    """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce.
+
+    Args:
+        folder: a run, a comparison, a reproduction, or a folder above them.
+        out: the page.
+
+    Returns:
+        The written page, which can be used as a path.
+
+    Example:
+        >>> gated_srp.report("runs/", out="report.html").path  # doctest: +SKIP
+        PosixPath('report.html')
+    """
+    text = build_page(Path(folder))
+    write_whole(Path(out), text)
+    return Report(Path(out), len(text.encode()))
 
 
 def build_page(folder: Path) -> str:
-    """The page of what lies in a folder: a run, a comparison, a reproduction, or several of them."""
-    material = gather(folder)
+    """The text of the page."""
+    contents = read_contents(folder)
     environment = Environment(
         loader=PackageLoader("gated_srp.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     page = environment.get_template("page.html.j2")
-    context = _context(material)
-    bare = page.render(context, gallery=Gallery((), (), ()))
-    pictures = ((name, png) for name, png in _pictures(material.maps))
-    kept, left_out = within(pictures, LARGEST - len(bare.encode()) - 50_000)
+    context = _context(contents)
+    bare = page.render(context, gallery=Gallery())
+    kept, left_out = within(_pictures(contents.maps), LARGEST - len(bare.encode()) - 50_000)
     return page.render(context, gallery=gallery(kept, left_out))
 
 
@@ -71,35 +98,35 @@ def _pictures(maps: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
             yield f"{path.parent.name}/{path.stem}", png
 
 
-def _context(material: Material) -> dict[str, Any]:
+def _context(contents: Contents) -> dict[str, Any]:
     style, script = (files("gated_srp.reports").joinpath("templates", name).read_text("utf-8") for name in _ASSETS)
-    newest = max(material.runs, key=lambda run: str(run.environment.get("started")), default=None)
-    cohorts = {name for study in material.studies for name in study.cohorts}
-    alone = [run for run in material.runs if run.cohort not in cohorts]
+    newest = max(contents.runs, key=lambda run: str(run.environment.get("started")), default=None)
+    cohorts = {name for study in contents.studies for name in study.cohorts}
+    alone = [run for run in contents.runs if run.cohort not in cohorts]
     return {
-        "title": _title(material),
+        "title": _title(contents),
         "style": style,
         "script": script,
         "policy": _policy(script),
-        "about": [part for part in material.about.split("\n\n") if part.strip()],
+        "about": [part for part in contents.about.split("\n\n") if part.strip()],
         "verdicts": [
-            *filter(None, map(agreement, material.studies)),
-            *_verdicts(material.studies, material.runs),
+            *filter(None, map(tables.agreement, contents.studies)),
+            *_verdicts(contents.studies, contents.runs),
             *map(_result, alone),
         ],
-        "notes": [str(note) for study in material.studies for note in study.comparison.get("notes") or ()],
-        "studies": [_study(study, f"s{i}-") for i, study in enumerate(material.studies)],
-        "runs": run_metrics(material.runs),
-        "figures_": [*_drawn(material.drawings, "d"), *_run_figures(alone)],
-        "slides": list(slides(material.runs)),
-        "checks": [(check, check_facts(check)) for check in material.checks],
-        "hashes": hashes(material),
-        "configs": _configs(material.runs),
+        "notes": [str(note) for study in contents.studies for note in study.comparison.get("notes") or ()],
+        "studies": [_study(study, f"s{i}-") for i, study in enumerate(contents.studies)],
+        "runs": tables.run_metrics(contents.runs),
+        "figures_": [*_drawn(contents.drawings, "d"), *_run_figures(alone)],
+        "slides": list(tables.slides(contents.runs)),
+        "checks": [(check, list(tables.check_facts(check))) for check in contents.checks],
+        "hashes": tables.hashes(contents.runs),
+        "configs": _configs(contents.runs),
         "environment": newest.environment if newest else {},
-        "commands": list(_commands(material)),
+        "commands": list(_commands(contents)),
         "version": __version__,
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "folder": str(material.home),
+        "folder": str(contents.home),
     }
 
 
@@ -107,21 +134,21 @@ _ASSETS = ("page.css", "page.js")
 
 
 def _policy(script: str) -> str:
-    """Nothing may be loaded, and no script may run but the page's own."""
+    """The page may load nothing and run no script but its own."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
-def _title(material: Material) -> str:
-    names = {name for study in material.studies for name in study.cohorts} or {run.cohort for run in material.runs}
+def _title(contents: Contents) -> str:
+    names = {name for study in contents.studies for name in study.cohorts} or {run.cohort for run in contents.runs}
     return ", ".join(sorted(names)[:4]) + (" and more" if len(names) > 4 else "")
 
 
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _verdicts(studies: Sequence[Study], runs: Sequence[Run]) -> Iterator[dict[str, str]]:
-    """On the metric that selects; the rest is in the tables."""
+def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iterator[dict[str, str]]:
+    """On the metric that selects the epoch; the others are in the tables."""
     selecting = {run.cohort: run.metrics.get("select") for run in runs}
     for study in studies:
         rows = all_rows(study)
@@ -141,26 +168,25 @@ def _verdicts(studies: Sequence[Study], runs: Sequence[Run]) -> Iterator[dict[st
                 yield {"what": what, "words": str(row.get("verdict")), "tone": tone(row)}
 
 
-def _result(run: Run) -> dict[str, str]:
-    scores = (run.metrics.get("test") or {}).get(run.metrics.get("score")) or {}
+def _result(run: FinishedRun) -> dict[str, str]:
     metric = str(run.metrics.get("select"))
-    value = scores.get(metric)
+    value = run.scores.get(metric)
     said = "is not defined on its test set" if value is None else f"{value:.4f} on the test set"
     words = f"{metric_name(metric)} {said}. One run: it says how this model does, not whether its method is better."
     return {"what": f"{run_name(run)}, {run.cohort}, seed {run.unit}", "words": words, "tone": "open"}
 
 
-def _commands(material: Material) -> Iterator[str]:
-    versions = next((run.environment.get("versions") or {} for run in material.runs if run.environment), {})
+def _commands(contents: Contents) -> Iterator[str]:
+    versions = next((run.environment.get("versions") or {} for run in contents.runs if run.environment), {})
     torch = str(versions.get("torch", "")).split("+")[0]
     yield f"pip install 'gated-srp[train]=={versions.get('gated_srp', __version__)}'" + (
         f" torch=={torch}" if torch else ""
     )
-    cohorts: dict[str, list[Run]] = {}
-    for run in material.runs:
+    cohorts: dict[str, list[FinishedRun]] = {}
+    for run in contents.runs:
         cohorts.setdefault(run.cohort, []).append(run)
-    compared = {name for study in material.studies for name in study.cohorts}
-    again = [study for study in material.studies if study.reproduction]
+    compared = {name for study in contents.studies for name in study.cohorts}
+    again = [study for study in contents.studies if study.reproduction]
     for study in again:
         yield f"gated-srp reproduce {study.path.name} --features FOLDER --labels FOLDER"
         for name in study.cohorts:
@@ -175,8 +201,8 @@ def _commands(material: Material) -> Iterator[str]:
             yield from (f"gated-srp train cohort.yaml --arm {run.arm} --seed {run.metrics.get('seed')}" for run in runs)
 
 
-def _configs(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """One a cohort and arm, without the seed: they differ in that alone."""
+def _configs(runs: Sequence[FinishedRun]) -> list[tuple[str, str]]:
+    """One per cohort and arm: those of its seeds differ in the seed alone."""
     found: dict[str, str] = {}
     for run in runs:
         found.setdefault(f"{run.cohort}, {run_name(run)}", run.config_text)
@@ -186,15 +212,15 @@ def _configs(runs: Sequence[Run]) -> list[tuple[str, str]]:
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
-def _study(study: Study, prefix: str) -> dict[str, Any]:
+def _study(study: StudyFolder, prefix: str) -> dict[str, Any]:
     compared = bool(study.comparison.get("cohorts"))
     return {
         "name": ", ".join(sorted(study.cohorts)) or study.path.name,
         "quick": study.comparison.get("quick"),
-        "differences": differences(study) if compared else None,
-        "forests": list(forests(study)) if compared else [],
-        "metrics": list(cohort_metrics(study)),
-        "reproduction": reproduction(study),
+        "differences": tables.differences(study) if compared else None,
+        "forests": list(tables.forests(study)) if compared else [],
+        "metrics": list(tables.cohort_metrics(study)),
+        "reproduction": tables.reproduction(study),
         "figures": list(_drawn(study.drawings, prefix)),
     }
 
@@ -207,7 +233,7 @@ def _drawn(paths: Sequence[Path], prefix: str) -> Iterator[Figure]:
 
 
 def _place(path: Path) -> int:
-    """In the order of the captions; others last."""
+    """The order of the captions; others last."""
     return next((i for i, name in enumerate(_CAPTIONS) if path.stem.startswith(name)), len(_CAPTIONS))
 
 
@@ -219,11 +245,10 @@ def _caption(stem: str) -> str:
     return stem.replace("_", " ")
 
 
-def _run_figures(runs: Sequence[Run]) -> list[Figure]:
-    """Those of runs that belong to no comparison, drawn now."""
+def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
+    """Of runs that belong to no comparison, drawn now."""
     from gated_srp.reports.curves import draw_curves
-    from gated_srp.reports.figures import draw_regimes, draw_trajectories
-    from gated_srp.reports.history import draw_history
+    from gated_srp.reports.figures import draw_history, draw_regimes, draw_trajectories
 
     found: list[Figure] = []
     for place, run in enumerate(runs):

@@ -1,0 +1,312 @@
+"""Numbers of patches as pictures: heatmaps painted from level-0 rectangles, alone or over the slide, and contact sheets.
+
+Shapes: L patches, h and w rows and columns of the canvas.
+"""
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from gated_srp.errors import UserError
+from gated_srp.files import whole
+from gated_srp.reports.maps import Patches, PatchMap
+from gated_srp.slides.reader import SlideImage, SlideInfo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LONGEST = 1400  # pixels of a canvas's longer side
+_DPI = 160
+_OPACITY = 0.55
+_TILE = 144  # pixels of a tile on a contact sheet
+_CAPTION = 16
+# The paper's regimes of beta.
+REGIMES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "amplifies": lambda beta: beta <= -0.5,
+    "leaves as is": lambda beta: (beta > -0.5) & (beta < 0.5),
+    "projects out": lambda beta: (beta >= 0.5) & (beta <= 1.5),
+    "reflects": lambda beta: beta > 1.5,
+}
+
+
+# Where: rectangles of a slide as pixels of a picture ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A picture of ``size`` (w, h) pixels that starts at ``origin`` of the slide, ``scale`` level-0 pixels per pixel."""
+
+    origin: tuple[float, float]
+    scale: float
+    size: tuple[int, int]
+
+    @classmethod
+    def around(cls, patches: Patches, size: tuple[int, int] | None = None) -> "Canvas":
+        """Of the whole slide where its size is known, else of the patches."""
+        low = np.zeros(2) if size else patches.corners.min(0)
+        high = patches.corners.max(0) + patches.side
+        high = np.maximum(np.array(size, float), high) if size else high
+        scale = max((high - low).max() / _LONGEST, 1e-9)
+        scale = max(scale, patches.side / 64)  # few patches need no large picture
+        width, height = (max(1, math.ceil(extent / scale)) for extent in high - low)
+        return cls((float(low[0]), float(low[1])), float(scale), (width, height))
+
+    def paint(self, patches: Patches, values: np.ndarray) -> np.ndarray:
+        """(h, w): each patch's value on the pixels of its square, the mean where squares overlap, NaN elsewhere.
+
+        A square's edges are rounded to pixels, so squares that touch leave no gap and share no pixel.
+        """
+        known = np.isfinite(values)
+        corners = (patches.corners[known] - self.origin) / self.scale
+        limits = np.array(self.size)
+        low = np.floor(corners + 0.5).astype(np.int64).clip(0, limits - 1)
+        high = np.floor(corners + patches.side / self.scale + 0.5).astype(np.int64).clip(low + 1, limits)
+        (x0, y0), (x1, y1) = low.T, high.T
+        sums, counts = (np.zeros((self.size[1] + 1, self.size[0] + 1)) for _ in range(2))
+        for table, what in ((sums, values[known].astype(np.float64)), (counts, np.ones(int(known.sum())))):
+            # Corners of rectangles, summed along both axes, fill the rectangles: no loop over patches.
+            for y, x, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
+                np.add.at(table, (y, x), sign * what)
+            np.cumsum(np.cumsum(table, 0, out=table), 1, out=table)
+        covered = counts.round()[:-1, :-1] > 0
+        out = np.full(covered.shape, np.nan)
+        out[covered] = sums[:-1, :-1][covered] / counts[:-1, :-1][covered]
+        return out
+
+
+def find_image(patches: Patches, given: Path | None) -> Path | None:
+    """The slide image that was named, else the one that the feature file names, if it exists."""
+    noted = patches.header.wsi_path
+    return given or (noted if noted is not None and noted.is_file() else None)
+
+
+def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:
+    """The patches in level-0 pixels of this image; an image that cannot be theirs is refused."""
+    header = patches.header
+    if header.unit == "um":
+        if not info.mpp:
+            raise UserError(
+                f"positions are in microns, and {info.path} does not say how large its pixels are",
+                where=header.path,
+                cure="Draw without the slide.",
+            )
+        patches = replace(patches, corners=patches.corners / info.mpp, side=patches.side / info.mpp)
+    size = f"{info.size[0]} x {info.size[1]}"
+    if header.level0_size and header.unit == "px" and header.level0_size != info.size:
+        own = f"{header.level0_size[0]} x {header.level0_size[1]}"
+        raise UserError(
+            f"its slide has {own} pixels, but {info.path} has {size}",
+            where=header.path,
+            cure="Name the image that was extracted, at full resolution.",
+        )
+    reach = patches.corners.max(0) + patches.side / 2
+    if (reach > info.size).any() or (patches.corners.min(0) < -patches.side).any():
+        raise UserError(
+            f"patches lie beyond {info.path} ({size} pixels). It is another slide, or a smaller export of it",
+            where=header.path,
+            cure="Name the image that was extracted.",
+        )
+    return patches
+
+
+def overview(patches: Patches, image: Path) -> tuple[Patches, np.ndarray, Canvas]:
+    """The patches in the image's pixels, the image itself made small, and the canvas of both."""
+    with SlideImage(image) as slide:
+        here = in_image_pixels(patches, slide.info)
+        canvas = Canvas.around(replace(here, corners=here.corners.clip(0, None)), slide.info.size)
+        picture = slide.overview(canvas.scale)
+        return here, picture, replace(canvas, size=(picture.shape[1], picture.shape[0]))
+
+
+# How: values as colours -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Values as places on a colour map: (L,) in 0 to 1; ``ticks`` say which raw value a place means."""
+
+    places: np.ndarray
+    ticks: tuple[tuple[float, str], ...]
+    colours: str
+
+
+def by_rank(values: np.ndarray) -> Scaled:
+    """Each patch by its rank in the slide: a few hot patches do not leave all others cold."""
+    known = np.isfinite(values)
+    _, which, counts = np.unique(values[known], return_inverse=True, return_counts=True)
+    ranks = counts.cumsum() - (counts + 1) / 2  # from 0; equal values share the mean of theirs
+    places = np.full(len(values), np.nan)
+    places[known] = ranks[which] / max(1, known.sum() - 1)
+    shown = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+    raw = np.quantile(values[known], shown)
+    return Scaled(places, tuple(zip(shown, distinct_labels(raw), strict=True)), "inferno")
+
+
+def by_percentile(values: np.ndarray) -> Scaled:
+    """Linear from the 1st to the 99th percentile of the slide; values beyond take the colour of the end."""
+    low, high = np.nanpercentile(values, [1, 99])
+    spread = high - low or 1.0
+    shown = np.linspace(0, 1, 6)
+    ticks = tuple(zip(shown.tolist(), distinct_labels(low + shown * spread), strict=True))
+    return Scaled(((values - low) / spread).clip(0, 1), ticks, "inferno")
+
+
+def around_zero(values: np.ndarray) -> Scaled:
+    """Linear on both sides of zero, which is white, up to the 99th percentile of the absolute value."""
+    most = float(np.nanpercentile(np.abs(values), 99)) or float(np.nanmax(np.abs(values))) or 1.0
+    ticks = tuple((float(p), f"{(2 * p - 1) * most:.3g}") for p in np.linspace(0, 1, 5))
+    return Scaled((values / most / 2 + 0.5).clip(0, 1), ticks, "RdBu_r")
+
+
+def as_beta(values: np.ndarray) -> Scaled:
+    """As `around_zero`, with the borders of the regimes on the colour bar where the slide reaches them."""
+    plain = around_zero(values)
+    most = float(plain.ticks[-1][1])
+    marks = [(b / most / 2 + 0.5, f"{b:g}") for b in (-0.5, 0.5, 1.0, 1.5, 2.0) if abs(b) < most * 0.93]
+    ends = [plain.ticks[0], plain.ticks[2], plain.ticks[4]]
+    return Scaled(plain.places, tuple(sorted([*ends, *marks])), plain.colours)
+
+
+def distinct_labels(values: np.ndarray) -> list[str]:
+    """Numbers with three digits, or with as many more as they need to differ.
+
+    >>> distinct_labels(np.array([0.0, 0.25, 1.0])), distinct_labels(np.array([0.01541, 0.01542, 0.016]))
+    (['0', '0.25', '1'], ['0.01541', '0.01542', '0.016'])
+    """
+    for digits in range(3, 7):
+        labels = [f"{value:.{digits}g}" for value in values.tolist()]
+        if len(set(labels)) == len(np.unique(values)):
+            break
+    return labels
+
+
+def describe_spread(values: np.ndarray) -> str:
+    """How uneven a map is: colours by rank have the same contrast however flat it is.
+
+    >>> describe_spread(np.array([1.0, 1.0, 4.0])), describe_spread(np.zeros(3))
+    ('lowest 0.5, highest 2 times the mean of the slide', 'zero everywhere')
+    """
+    low, mean, high = np.nanmin(values), np.nanmean(values), np.nanmax(values)
+    if not mean:
+        return "zero everywhere"
+    least, most = distinct_labels(np.array([low, high]) / mean)
+    return f"lowest {least}, highest {most} times the mean of the slide"
+
+
+def regime_shares(values: np.ndarray) -> str:
+    """The share of patches in each regime.
+
+    >>> regime_shares(np.array([-0.7, 0.0, 0.1, 0.9]))
+    'amplifies 25 %, leaves as is 50 %, projects out 25 %, reflects 0 %'
+    """
+    known = values[np.isfinite(values)]
+    parts = [f"{name} {inside(known).mean():.0%}" for name, inside in REGIMES.items()]
+    return ", ".join(parts).replace("%", " %")
+
+
+def colour(places: np.ndarray, colours: Any, background: np.ndarray | None) -> np.ndarray:
+    """(h, w) places, NaN where there is no patch -> (h, w, 3) bytes, blended with the slide where there is one."""
+    bare = np.isnan(places)
+    picture: np.ndarray = colours(np.where(bare, 0.0, places), bytes=True)[..., :3]
+    if background is None:
+        return np.where(bare[..., None], np.uint8(235), picture)
+    mixed = (picture * np.float32(_OPACITY) + background * np.float32(1 - _OPACITY)).round().astype(np.uint8)
+    return np.where(bare[..., None], background, mixed)
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def draw_maps(
+    maps: Sequence[tuple[str, Patches, PatchMap]],
+    path: Path,
+    *,
+    title: str,
+    slide: tuple[np.ndarray, Canvas] | None = None,
+    percentile: bool = False,
+) -> None:
+    """One panel per map (with a heading of its own), over the slide's overview where there is one, to a PNG."""
+    from matplotlib.figure import Figure
+
+    columns = min(len(maps), 4)
+    rows = math.ceil(len(maps) / columns)
+    canvas = slide[1] if slide else Canvas.around(maps[0][1], maps[0][1].header.level0_size)
+    tall = min(max(canvas.size[1] / canvas.size[0], 0.45), 2.2)
+    figure = Figure(figsize=(6.4 * columns, (4.9 * tall + 0.8) * rows + 0.3), layout="constrained")
+    for place, (heading, patches, one) in enumerate(maps, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        _panel(figure, axes, patches, one, canvas, None if slide is None else slide[0], percentile)
+        axes.set_title(_wrapped(heading, 62), fontsize=9)
+    figure.suptitle(_wrapped(title, 56 * columns), fontsize=10)
+    with whole(path) as draft:
+        figure.savefig(draft, dpi=_DPI, format="png")
+
+
+def _panel(
+    figure: "Figure",
+    axes: "Axes",
+    patches: Patches,
+    one: PatchMap,
+    canvas: Canvas,
+    background: np.ndarray | None,
+    percentile: bool,
+) -> None:
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+
+    if not np.isfinite(one.values).any():
+        raise UserError("no patch has a finite value. Nothing can be drawn.", where=one.title)
+    plain = by_percentile if percentile else by_rank
+    scaled = as_beta(one.values) if one.regimes else around_zero(one.values) if one.signed else plain(one.shown)
+    picture = colour(canvas.paint(patches, scaled.places), colormaps[scaled.colours], background)
+    right, bottom = (o + s * canvas.scale for o, s in zip(canvas.origin, canvas.size, strict=True))
+    axes.imshow(picture, interpolation="nearest", extent=(canvas.origin[0], right, bottom, canvas.origin[1]))
+    axes.set(xticks=[], yticks=[])
+    bar = figure.colorbar(ScalarMappable(cmap=scaled.colours), ax=axes, shrink=0.8, ticks=[p for p, _ in scaled.ticks])
+    bar.ax.set_yticklabels([text for _, text in scaled.ticks], fontsize=8)
+    bar.set_label("raw values" if percentile or one.signed else "raw values, spaced by rank", fontsize=8)
+    if one.regimes or not one.signed:
+        axes.set_xlabel((regime_shares if one.regimes else describe_spread)(one.shown), fontsize=8)
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())
+
+
+def contact_sheet(patches: Patches, one: PatchMap, image: Path, *, count: int = 12) -> Image.Image:
+    """The patches with the highest and the lowest values, each with its value and position."""
+    known = np.flatnonzero(np.isfinite(one.values))
+    order = known[np.argsort(one.values[known], kind="stable")]
+    count = min(count, len(order))
+    columns = min(6, count)
+    rows = math.ceil(count / columns)
+    groups = (("highest", order[::-1][:count]), ("lowest", order[:count]))
+    step, block = (_TILE + 6, _TILE + _CAPTION + 6), 24 + rows * (_TILE + _CAPTION + 6)
+    sheet = Image.new("RGB", (columns * step[0] + 6, 2 * block + 6), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    # Pillow's built-in font has Latin characters only.
+    title = one.title.replace("−", "-").replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
+    with SlideImage(image) as slide:
+        here = in_image_pixels(patches, slide.info)
+        for group, (name, chosen) in enumerate(groups):
+            pen.text((6, group * block + 6), f"{name}: {title}", "black", font)
+            for place, row in enumerate(chosen):
+                left, top = 6 + place % columns * step[0], group * block + 24 + place // columns * step[1]
+                sheet.paste(_tile(slide, here.corners[row], here.side), (left, top))
+                x, y = here.corners[row]
+                pen.text((left, top + _TILE + 2), f"{one.values[row]:.3g}  ({x:.0f}, {y:.0f})", "black", font)
+    return sheet
+
+
+def _tile(slide: SlideImage, corner: np.ndarray, side: float) -> Image.Image:
+    level = slide.best_level(max(1.0, side / _TILE))
+    read = max(1, round(side / slide.info.downsamples[level]))
+    pixels = slide.read(round(corner[0]), round(corner[1]), level=level, size=(read, read))
+    return Image.fromarray(pixels).resize((_TILE, _TILE), Image.Resampling.LANCZOS)

@@ -1,0 +1,304 @@
+"""What a model shows of each patch of a slide: attention, beta, correction, homogeneity, and what the gates change.
+
+Shapes: N patches of the file, L patches that the model sees (a cap leaves some out), H heads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gated_srp.data.bag import BagHeader
+from gated_srp.data.files.formats import read_header
+from gated_srp.data.prepared import Preparation, PreparedBag, kept_rows, prepare
+from gated_srp.errors import UserError
+from gated_srp.models import load_card, load_model, model_file
+from gated_srp.models.differential import DifferentialAttention
+from gated_srp.srp.module import GatedSRP
+from gated_srp.srp.trace import LayerTrace, trace
+
+BAGS = ("order", "window", "lattice", "cap", "dtype")  # of a model's card: how its bags were made
+SCORES = (".csv", ".tsv")  # endings of tables with a user's own scores
+
+
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """Squares on a slide in level-0 pixels (or microns, where a file has nothing else): top-left corners (L, 2), one side."""
+
+    corners: np.ndarray
+    side: float
+    header: BagHeader
+    rows: np.ndarray  # (L,) their row numbers in the file
+
+    @classmethod
+    def of(cls, header: BagHeader, rows: np.ndarray | None = None) -> "Patches":
+        """All patches of a file, or some rows. Where the side of a patch is unknown, patches are taken to touch."""
+        coords = header.coords.double().numpy()
+        rows = np.arange(len(coords)) if rows is None else rows
+        return cls(coords[rows], float(header.patch_size_level0 or header.stride), header, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class PatchMap:
+    """One number per patch, (L,), raw. ``signed``: zero is the middle; ``regimes``: the numbers are betas.
+
+    ``clipped``: values below zero (Nystrom's approximation of a small weight) are shown as zero.
+    """
+
+    name: str  # for file names: attention_layer4
+    title: str
+    values: np.ndarray
+    signed: bool = False
+    regimes: bool = False
+    clipped: bool = False
+
+    @property
+    def shown(self) -> np.ndarray:
+        return self.values.clip(0) if self.clipped else self.values
+
+
+@dataclass(frozen=True, eq=False)
+class SlideView:
+    """What one run shows of one slide. ``layers`` as `trace` returns them."""
+
+    run: str
+    patches: Patches
+    layers: Sequence[LayerTrace]
+    trace_ungated: Callable[[], Sequence[LayerTrace]] | None  # None: the model has no gates
+    homogeneity: np.ndarray  # (L,)
+    signed: tuple[bool, ...]  # layers whose attention is a difference of two
+
+    @cached_property
+    def ungated(self) -> Sequence[LayerTrace] | None:
+        """The layers with every gate at zero. Computed on first use: it costs a second forward pass."""
+        return None if self.trace_ungated is None else self.trace_ungated()
+
+
+def view_slide(run: Path, file: Path, *, stride: float | None = None, layer: int | None = None) -> SlideView:
+    """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows.
+
+    ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
+    """
+    path = model_file(run)
+    card = load_card(path)
+    if "images" in card:
+        raise UserError(
+            "a model of images; maps are drawn of slides",
+            where=run,
+            cure="`gated_srp.trace` returns its attention and beta per patch, in Python.",
+        )
+    bag, patches = open_patches(file, card, stride=stride)
+    width = card["settings"]["in_dim"]
+    if bag.features.shape[1] != width:
+        raise UserError(
+            f"{bag.features.shape[1]} channels, but {run} was trained on {width} of {card.get('encoder') or 'its encoder'}",
+            where=file,
+            cure="Point at features of the same encoder.",
+        )
+    model: nn.Module = load_model(path)
+    traced = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
+    if layer is not None and layer > len(traced):
+        raise UserError(f"{run} has layers 1 to {len(traced)}", where=f"layer {layer}")
+    mapped = (layer or len(traced)) - 1
+    layers = _trace(model, bag, mapped)
+    gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
+    ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
+    signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
+    return SlideView(_label(run, card), patches, layers, ungated, bag.graph.homogeneity.numpy(), signed)
+
+
+def open_patches(file: Path, card: Mapping[str, Any], *, stride: float | None = None) -> tuple[PreparedBag, Patches]:
+    """The bag as the model of a card sees it, and where its patches lie."""
+    made = {key: card[key] for key in BAGS if key in card}
+    settings = replace(Preparation(), **made, encoder=card.get("encoder"), stride=stride)
+    bag = prepare(file, settings)
+    header = read_header(file, **settings.reading)
+    rows = kept_rows(header.coords, settings)
+    return bag, Patches.of(header, None if rows is None else rows.numpy())
+
+
+def _trace(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
+    with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
+        model(bag.features[None], bag.graph)
+    return seen
+
+
+def _trace_ungated(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
+    with _without_corrections(model):
+        return _trace(model, bag, mapped)
+
+
+@contextmanager
+def _without_corrections(model: nn.Module) -> Iterator[None]:
+    """The model as if every beta were zero, inside a ``with``."""
+    held = [(m, m.correction) for m in model.modules() if isinstance(getattr(m, "correction", None), GatedSRP)]
+    for module, _ in held:
+        module.correction = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, correction in held:
+            module.correction = correction
+
+
+def _label(run: Path, card: Mapping[str, Any]) -> str:
+    """The arm and the run's folder."""
+    arm = str(card["settings"].get("arm", "model"))
+    folder = run.resolve().name if run.is_dir() else run.resolve().parent.name
+    return f"{arm}, {folder}"
+
+
+# Maps of a view -------------------------------------------------------------------------------------------------------
+
+
+def attention(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
+    """From CLS to the patches: last layer, mean over heads, unless others are named. A signed one also as its positive part."""
+    number, seen = _layers_with(view, layer, [one.cls_attention for one in view.layers], "attention")[-1]
+    values = _head(seen, head)
+    name, title = _named("attention", number, head)
+    if view.signed[number]:
+        return [
+            PatchMap(name, f"{title}, signed", values, signed=True),
+            PatchMap(f"{name}_positive", f"{title}, positive part", values.clip(0)),
+        ]
+    return [PatchMap(name, title, values, clipped=True)]
+
+
+def beta(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
+    """Of every layer that has a gate, or of one."""
+    found = _layers_with(view, layer, [one.beta for one in view.layers], "beta")
+    return [PatchMap(*_named("beta", i, head), _head(seen, head), signed=True, regimes=True) for i, seen in found]
+
+
+def correction(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
+    """Length of what was removed, of every layer that has a gate, or of one."""
+    found = _layers_with(view, layer, [one.correction for one in view.layers], "correction")
+    return [PatchMap(*_named("correction", i, head), _head(seen, head)) for i, seen in found]
+
+
+def homogeneity(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
+    return [PatchMap("homogeneity", "homogeneity: mean cosine to the neighbours", view.homogeneity)]
+
+
+def change(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
+    """Attention minus attention with every gate at zero: above zero, the correction drew attention to the patch."""
+    if view.ungated is None:
+        raise UserError(
+            "this model has no gates, so nothing changes without them", where=view.run, cure="Choose another --value."
+        )
+    number, seen = _layers_with(view, layer, [one.cls_attention for one in view.layers], "attention")[-1]
+    before = view.ungated[number].cls_attention
+    assert before is not None
+    name, title = _named("change", number, head)
+    title += ":\nattention gained (+) or lost (−) by the gates"
+    return [PatchMap(name, title, _head(seen - before, head), signed=True)]
+
+
+VALUES: dict[str, Callable[[SlideView, int | None, int | None], list[PatchMap]]] = {
+    "attention": attention,
+    "beta": beta,
+    "homogeneity": homogeneity,
+    "correction": correction,
+    "change": change,
+}
+
+
+def maps_of(view: SlideView, value: str, *, layer: int | None = None, head: int | None = None) -> list[PatchMap]:
+    """The maps of a value of `VALUES`, or of a table of a user's own scores."""
+    if value in VALUES:
+        return VALUES[value](view, layer, head)
+    if Path(value).suffix.lower() in SCORES:
+        return [read_scores(Path(value), view.patches)]
+    raise UserError(
+        f"expected one of {', '.join(VALUES)}, or a CSV file with one score per patch.", where=f"--value {value}"
+    )
+
+
+def all_values(view: SlideView) -> dict[str, np.ndarray]:
+    """Every map that the model has, by name, mean over heads: for tables."""
+    found: dict[str, np.ndarray] = {}
+    for make in VALUES.values():
+        try:
+            found |= {one.name: one.values for one in make(view, None, None)}
+        except UserError:
+            continue  # this model has no such value
+    return found
+
+
+def _layers_with(view: SlideView, layer: int | None, found: list[Tensor | None], what: str) -> list[tuple[int, Tensor]]:
+    """The layers that have a value; ``layer`` counts from 1."""
+    having = [(i, seen) for i, seen in enumerate(found) if seen is not None]
+    chosen = [(i, seen) for i, seen in having if layer is None or i == layer - 1]
+    if not chosen:
+        listed = ", ".join(str(i + 1) for i, _ in having)
+        where = "in no layer" if not having else f"in layers {listed}, not in {layer}"
+        raise UserError(f"this model has {what} {where}", where=view.run, cure="Choose another --layer or --value.")
+    return chosen
+
+
+def _head(seen: Tensor, head: int | None) -> np.ndarray:
+    """(H, L) -> (L,): the mean over heads, or one head, counted from 1."""
+    if head is not None and not 1 <= head <= len(seen):
+        raise UserError(f"this layer has heads 1 to {len(seen)}", where=f"head {head}")
+    values: np.ndarray = (seen.float().mean(0) if head is None else seen[head - 1].float()).numpy()
+    return values
+
+
+def _named(what: str, layer: int, head: int | None) -> tuple[str, str]:
+    which = "mean over heads" if head is None else f"head {head}"
+    suffix = "" if head is None else f"_head{head}"
+    return f"{what}_layer{layer + 1}{suffix}", f"{what}, layer {layer + 1}, {which}"
+
+
+# A user's own scores --------------------------------------------------------------------------------------------------
+
+
+def read_scores(path: Path, patches: Patches) -> PatchMap:
+    """A table with one row per patch in the file's order, or with columns x and y that say which patch is meant."""
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(path, sep="\t" if path.suffix.lower() == ".tsv" else ",", encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        cure = "Expected a CSV with one score per patch."
+        raise UserError(f"cannot be read as a table ({error})", where=path, cure=cure) from None
+    numeric = [c for c in table.select_dtypes("number") if str(c).lower() not in ("x", "y", "row", "patch", "index")]
+    named = [c for c in numeric if str(c).lower() in ("score", "value", "attention", "prob", "probability")]
+    if len(named or numeric) != 1:
+        raise UserError(
+            f"expected one column of scores, found {', '.join(map(str, numeric)) or 'none'}",
+            where=path,
+            cure="Name the right one `score`.",
+        )
+    column = (named or numeric)[0]
+    given = table[column].to_numpy(float)
+    places = {str(c).lower(): c for c in table}
+    if {"x", "y"} <= set(places):
+        values = _by_place(path, table[[places["x"], places["y"]]].to_numpy(float), given, patches)
+    elif len(table) == patches.header.shape[0]:
+        values = given[patches.rows]
+    else:
+        raise UserError(
+            f"{len(table)} rows for {patches.header.shape[0]} patches",
+            where=path,
+            cure="Expected one row per patch in the file's order, or columns x and y with the patches' top-left corners.",
+        )
+    return PatchMap(str(column), f"{column} ({path.name})", values, signed=bool(np.nanmin(values) < 0))
+
+
+def _by_place(path: Path, places: np.ndarray, values: np.ndarray, patches: Patches) -> np.ndarray:
+    known = {tuple(place): value for place, value in zip(places.tolist(), values.tolist(), strict=True)}
+    found = np.array([known.get(tuple(corner), np.nan) for corner in patches.corners.tolist()])
+    if np.isnan(found).all():
+        raise UserError(
+            f"none of its x and y is a patch of {patches.header.path}",
+            where=path,
+            cure="Expected top-left corners as in that file's coords.",
+        )
+    return found

@@ -1,0 +1,362 @@
+"""Tables of a page as plain values: metrics, differences between arms, numbers beside the published ones, slides, data, hashes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, stdev
+from typing import Any
+
+import pandas as pd
+
+from gated_srp.models import arm_title
+from gated_srp.reports.page.contents import FinishedRun, StudyFolder
+from gated_srp.reports.tables import metric_name
+from gated_srp.study.results import LOWER_IS_BETTER
+
+MOST_SLIDES = 2000  # rows of a table of slides
+Cell = tuple[str, Any]  # what is shown, and what it sorts by
+Row = Mapping[str, Any]  # of comparison.json or reproduction.csv
+
+
+@dataclass(frozen=True)
+class HtmlTable:
+    """Heads and rows of cells. ``search``: the label of a search field above it."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[Cell, ...]]
+    note: str = ""
+    search: str = ""
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """
+    >>> number(0.51236), number(None), number(True)
+    ('0.5124', '–', 'True')
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    return "–" if not math.isfinite(value) else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def signed(value: Any) -> str:
+    """
+    >>> signed(-0.25)
+    '−0.2500'
+    """
+    return f"{value:+.4f}".replace("-", "−") if isinstance(value, float | int) else "–"
+
+
+def cell(value: Any, shown: str | None = None) -> Cell:
+    """Sorts by the value; shows it as `number` does, or as a text of its own."""
+    return (number(value) if shown is None else shown), ("" if value is None else value)
+
+
+def spread(middle: Any, deviation: Any) -> Cell:
+    """Mean ± standard deviation."""
+    return cell(middle, number(middle) + (f" ± {number(deviation)}" if isinstance(deviation, float) else ""))
+
+
+def interval(low: Any, high: Any) -> Cell:
+    return cell(low, "–" if low is None else f"{signed(low)} to {signed(high)}")
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+def cohort_metrics(study: StudyFolder) -> Iterator[HtmlTable]:
+    """Mean ± standard deviation over seeds of every metric that the runs have."""
+    for cohort in dict.fromkeys(row["cohort"] for row in study.results):
+        found: dict[str, dict[str, list[float]]] = {}
+        metrics: dict[str, None] = {}
+        for row in study.results:
+            if row["cohort"] == cohort and row["value"] not in ("", "nan"):
+                found.setdefault(row["arm"], {}).setdefault(row["metric"], []).append(float(row["value"]))
+                metrics[row["metric"]] = None
+        rows = [
+            (cell(arm_title(arm)), *(_over_seeds(values.get(metric, [])) for metric in metrics))
+            for arm, values in found.items()
+        ]
+        note = "Test set, mean ± standard deviation over seeds."
+        yield HtmlTable(str(cohort), ("Arm", *map(metric_name, metrics)), rows, note)
+
+
+def _over_seeds(values: Sequence[float]) -> Cell:
+    return spread(mean(values), stdev(values) if len(values) > 1 else None) if values else cell(None)
+
+
+def run_metrics(runs: Sequence[FinishedRun]) -> HtmlTable:
+    """Every run by itself, at the level that scores."""
+    metrics = list(dict.fromkeys(metric for run in runs for metric in run.scores))
+    rows = [
+        (*_run_cells(run), cell(run.metrics.get("best_epoch")), *(cell(run.scores.get(metric)) for metric in metrics))
+        for run in runs
+    ]
+    heads = ("Cohort", "Arm", "Seed", "Best epoch", *map(metric_name, metrics))
+    return HtmlTable("Every run", heads, rows, "Test set, with the weights of the epoch that validation chose.")
+
+
+def hashes(runs: Sequence[FinishedRun]) -> HtmlTable:
+    """Of splits and models: what another person's runs must have to be the same."""
+    rows = [
+        (
+            *_run_cells(run),
+            cell(str(run.metrics.get("split_hash") or "–")[:16]),
+            cell(str(run.environment.get("slides_hash") or "–")[:16]),
+            cell(run.model_hash[:16] or "–"),
+        )
+        for run in runs
+    ]
+    note = (
+        "First 16 characters of the SHA-256. Runs with equal splits are paired; equal models are equal to the last bit."
+    )
+    return HtmlTable("Hashes", ("Cohort", "Arm", "Seed", "Split", "Slides and labels", "Model"), rows, note)
+
+
+def _run_cells(run: FinishedRun) -> tuple[Cell, ...]:
+    return cell(run.cohort), cell(run_name(run)), cell(run.unit)
+
+
+def run_name(run: FinishedRun) -> str:
+    """The arm, and the settings that a study varied: runs of one arm with other settings lie below ``variants``."""
+    above = run.path.absolute().parents
+    varied = above[2].name if len(above) > 3 and above[3].name == "variants" else ""
+    return arm_title(run.arm) + (f" ({varied.replace('model.', '').replace(',', ', ')})" if varied else "")
+
+
+# Differences between arms ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Differences of one cohort and metric, drawn on one scale; places in percent of the width."""
+
+    title: str
+    low: float
+    high: float
+    zero: float
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+def differences(study: StudyFolder) -> HtmlTable:
+    heads = ("Cohort", "Metric", "Arm", "Mean", "Reference", "Difference", "95 % interval", "p (Holm)", "W–L–T")
+    rows = []
+    for row in all_rows(study):
+        test, patients = _test(row), row.get("bootstrap") or {}
+        rows.append(
+            (
+                cell(where(row)),
+                cell(metric_name(str(row.get("metric")))),
+                cell(arm_title(str(row.get("arm")))),
+                spread(row.get("mean"), row.get("std")),
+                spread(row.get("reference_mean"), row.get("reference_std")),
+                cell(test.get("difference"), signed(test.get("difference"))),
+                interval(*_limits(test)),
+                cell(row.get("p_holm")),
+                cell(row.get("wins"), "–".join(str(row.get(key, "")) for key in ("wins", "losses", "ties"))),
+                interval(patients.get("low"), patients.get("high")),
+            )
+        )
+    reference = arm_title(str(study.comparison.get("reference")))
+    note = (
+        f"Differences to {reference}, paired by seed; the interval allows for seeds that share slides (Nadeau and Bengio). "
+        "W–L–T: seeds won, lost, tied. Over patients: 95 % interval when test patients are resampled."
+    )
+    return HtmlTable("Differences", (*heads, "Over patients"), rows, note)
+
+
+def all_rows(study: StudyFolder) -> list[dict[str, Any]]:
+    """Per cohort, and across cohorts where there are several."""
+    cohorts = list(study.comparison.get("cohorts") or [])
+    several = len({row.get("cohort") for row in cohorts}) > 1
+    return cohorts + (list(study.comparison.get("across") or []) if several else [])
+
+
+def where(row: Row) -> str:
+    return "all cohorts" if row.get("cohort") is None else str(row["cohort"])
+
+
+def tone(row: Row) -> str:
+    """better, worse or open; a difference that does not survive Holm's correction is open."""
+    difference = _test(row).get("difference")
+    if not row.get("claimed") or not isinstance(difference, float | int):
+        return "open"
+    return "better" if (difference < 0) == (row.get("metric") in LOWER_IS_BETTER) else "worse"
+
+
+def forests(study: StudyFolder) -> Iterator[Forest]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in all_rows(study):
+        groups.setdefault((where(row), str(row.get("metric"))), []).append(row)
+    for (place, metric), rows in groups.items():
+        ends = [0.0]
+        for row in rows:
+            ends += [v for v in (*_limits(_test(row)), _test(row).get("difference")) if v is not None]
+        low, high = min(ends), max(ends)
+        margin = 0.06 * ((high - low) or 1.0)
+        low, high = low - margin, high + margin
+        lines = [_forest_line(row, low, high) for row in rows]
+        yield Forest(f"{place}, {metric_name(metric)}", low, high, _percent(0.0, low, high) or 0.0, lines)
+
+
+def _forest_line(row: Row, low: float, high: float) -> dict[str, Any]:
+    test = _test(row)
+    first, last = _limits(test)
+    words = signed(test.get("difference")) + ("" if first is None else f" ({signed(first)} to {signed(last)})")
+    places = {"at": test.get("difference"), "from": first, "to": last}
+    line = {name: _percent(value, low, high) for name, value in places.items()}
+    return {"arm": arm_title(str(row.get("arm"))), "tone": tone(row), "words": words, **line}
+
+
+def _test(row: Row) -> Row:
+    """The test that the verdict speaks of: corrected for shared slides within a cohort, plain across cohorts."""
+    found: Row = row.get("corrected") or row
+    return found
+
+
+def _limits(test: Row) -> tuple[float | None, float | None]:
+    found = test.get("interval") or (None, None)
+    return found[0], found[1]
+
+
+def _percent(value: float | None, low: float, high: float) -> float | None:
+    return None if value is None else round(100 * (value - low) / (high - low), 2)
+
+
+# A study of the paper, beside the published numbers -------------------------------------------------------------------
+
+_SHOWN = {"row", "cohort", "metric", "mean", "std", "seeds", "published", "published_std", "difference", "low", "high"}
+
+
+def reproduction(study: StudyFolder) -> HtmlTable | None:
+    """What was run, as `reproduce` judged it; what was not run is counted below the table."""
+    rows = [{name: _value(text) for name, text in row.items()} for row in study.reproduction]
+    run = [row for row in rows if row.get("mean") is not None]
+    if not rows:
+        return None
+    more = [name for name in rows[0] if name not in _SHOWN and any(row.get(name) is not None for row in run)]
+    heads = ("Row", "Cohort", "Metric", "Ours", "Seeds", "Published", "Difference", "95 % interval")
+    cells = [
+        (
+            cell(row.get("row")),
+            cell(row.get("cohort")),
+            cell(metric_name(str(row.get("metric")))),
+            spread(row["mean"], row.get("std")),
+            cell(row.get("seeds")),
+            spread(row.get("published"), row.get("published_std")),
+            cell(row.get("difference"), signed(row.get("difference"))),
+            interval(row.get("low"), row.get("high")),
+            *(cell(row.get(name)) for name in more),
+        )
+        for row in run
+    ]
+    left = len(rows) - len(run)
+    note = f"{left} more numbers of the table were not run." if left else ""
+    more = [name.replace("_", " ").capitalize() for name in more]
+    return HtmlTable("Beside the published numbers", (*heads, *more), cells, note)
+
+
+def agreement(study: StudyFolder) -> dict[str, str] | None:
+    """How many of the published numbers ours agree with, in words; None where nothing is judged."""
+    counts = Counter(row.get("verdict") for row in study.reproduction)
+    judged = counts["compatible"] + counts["not compatible"]
+    if not judged:
+        return None
+    words = (
+        f"{counts['compatible']} of {judged} numbers that were run are compatible with the published ones, "
+        f"{counts['not compatible']} are not; {counts['not run']} were not run. table.md states the rule."
+    )
+    return {"what": f"Reproduction of {study.path.name}", "words": words, "tone": "open"}
+
+
+def _value(text: str) -> Any:
+    """
+    >>> _value("0.5"), _value("2"), _value("nan"), _value(""), _value("not run")
+    (0.5, 2, None, None, 'not run')
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        return text or None
+    return int(text) if text.lstrip("-").isdigit() else value if math.isfinite(value) else None
+
+
+# Slides and data ------------------------------------------------------------------------------------------------------
+
+
+def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
+    """One table per cohort: each test slide (or case) with its truth, and what the arms predicted, over the seeds that tested it."""
+    for cohort in dict.fromkeys(run.cohort for run in runs):
+        own = [(run, table) for run in runs if run.cohort == cohort and (table := run.predictions()) is not None]
+        if not own:
+            continue
+        key = "slide" if "slide" in own[0][1] else "case"
+        truth = [name for name in ("case", "label", "time", "event") if name in own[0][1] and name != key]
+        arms = list(dict.fromkeys(run_name(run) for run, _ in own))
+        known: dict[str, dict[str, Any]] = {}
+        predicted: dict[tuple[str, str], list[float]] = {}
+        for run, table in own:
+            for name, value, facts in _predicted(table, key, truth):
+                known.setdefault(name, facts)
+                predicted.setdefault((name, run_name(run)), []).append(value)
+        what, digits = _meaning(own[0][1])
+        rows = [
+            (cell(name), *(cell(facts[t]) for t in truth), *(_mean(predicted.get((name, arm)), digits) for arm in arms))
+            for name, facts in sorted(known.items())[:MOST_SLIDES]
+        ]
+        note = f"{what}, over the seeds whose test set has it."
+        if len(known) > MOST_SLIDES:
+            note += f" The first {MOST_SLIDES} of {len(known)}; the rest is in the runs' predictions_test_{key}.csv."
+        heads = (key.capitalize(), *(name.capitalize() for name in truth), *arms)
+        yield HtmlTable(f"{cohort}: {len(known)} test {key}s", heads, rows, note, f"Search {key}s of {cohort}")
+
+
+def _meaning(table: pd.DataFrame) -> tuple[str, int]:
+    """What is shown of each slide, and with how many digits."""
+    if "risk" in table:
+        return "Predicted risk", 3
+    return "Probability of the true class" if "predicted" in table else "Mean probability of the labels", 2
+
+
+def _predicted(table: pd.DataFrame, key: str, truth: Sequence[str]) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    chances = [name for name in table if str(name).startswith("prob_")]
+    for row in table.to_dict("records"):
+        if "risk" in row:
+            value = row["risk"]
+        elif f"prob_{row.get('label')}" in row:
+            value = row[f"prob_{row['label']}"]
+        else:
+            value = mean(float(row[name]) for name in chances) if chances else math.nan
+        yield str(row[key]), float(value), {name: row[name] for name in truth}
+
+
+def _mean(values: Sequence[float] | None, digits: int) -> Cell:
+    if not values:
+        return cell(None)
+    middle = mean(values)
+    return cell(middle, f"{middle:.{digits}f}" + (f" ({len(values)} seeds)" if len(values) > 1 else ""))
+
+
+def check_facts(check: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """The main numbers of `gated-srp check`, in words."""
+    summary = check["summary"]
+    files, found, labels = summary.get("files") or {}, summary.get("slides") or {}, summary.get("labels") or {}
+    patches, near = summary.get("patches") or {}, summary.get("neighbours") or {}
+    if found:
+        yield "Slides", f"{found.get('slides')} of {found.get('patients')} patients, {found.get('found')} with a file"
+    yield "Files", f"{files.get('usable')} of {files.get('looked_at')} usable"
+    for key, name in (("encoders", "Encoder"), ("widths", "Width"), ("dtypes", "Type")):
+        if summary.get(key):
+            yield name, ", ".join(map(str, summary[key]))
+    if patches.get("median") is not None:
+        each = f"{patches['min']:,.0f} to {patches['max']:,.0f} per slide, median {patches['median']:,.0f}"
+        yield "Patches", f"{each}; {patches['total']:,} in all"
+    if (near.get("mean") or {}).get("median") is not None:
+        yield "Neighbours", f"{near['mean']['median']:.1f} of {near['most']} per patch (median of slides)"
+    yield from (("Labels", str(note)) for note in labels.get("notes", ()) if note)
+    for name, one in (summary.get("split") or {}).items():
+        if one.get("slides"):
+            yield f"Split, {name}", ", ".join(f"{count} {part}" for part, count in one["slides"].items())
