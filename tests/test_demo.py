@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from gated_srp import demo
 from gated_srp.checks.check import check
 from gated_srp.cli import app
-from gated_srp.data import Preparation, load_config, open_cohort, prepare, read_bag
+from gated_srp.config import load_config, open_cohort
+from gated_srp.data import Preparation, prepare, read_bag
 from gated_srp.demo import Recipe, generate, heatmap_slide, make_slide, steps
 from gated_srp.errors import UserError
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from gated_srp.cli.first import init
 from gated_srp.cohort_draft import draft_cohort, write_cohort
-from gated_srp.data import load_config, open_cohort
+from gated_srp.config import load_config, open_cohort
 from gated_srp.errors import UserError
 
 

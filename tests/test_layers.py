@@ -19,23 +19,19 @@ LAYERS = {
     "foreign": 2,
     "tasks": 2,
     "data": 3,
-    "slides": 3,
-    "config": 3,
-    "checks": 4,
-    "training": 5,
-    "study": 6,
-    "reports": 7,
-    "demo": 8,
-    "cohort_draft": 8,
-    "cli": 9,
+    "slides": 4,
+    "config": 4,
+    "checks": 5,
+    "training": 6,
+    "study": 7,
+    "reports": 8,
+    "demo": 9,
+    "cohort_draft": 9,
+    "cli": 10,
 }
 BESIDE = {
     ("foreign", "models"),
     ("files", "errors"),
-    ("data", "config"),
-    ("config", "data"),
-    ("slides", "data"),
-    ("config", "models"),
 }  # same layer, one may see the other
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gated_srp.config.yamlfile import read_settings
-from gated_srp.data import COHORTS, load_config, open_cohort, write_split
+from gated_srp.config import COHORTS, load_config, open_cohort
+from gated_srp.config.load import read_settings
+from gated_srp.data import write_split
 from gated_srp.errors import UserError
 
 TABLE = "slide_id,case_id,label\n" + "".join(f"s{i},p{i // 2},{'ab'[i // 2 % 2]}\n" for i in range(24))

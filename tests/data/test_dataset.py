@@ -10,7 +10,9 @@ from factories import Slide, make_slide, write_clam, write_h5, write_trident
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_srp.data import BagCache, BagError, BagLoader, Preparation, SlideDataset, load_config, prepare, read_bag
+from gated_srp.config import load_config
+from gated_srp.config.cohort import slide_dataset
+from gated_srp.data import BagCache, BagError, BagLoader, Preparation, SlideDataset, prepare, read_bag
 from gated_srp.data.prepared import capped_rows, kept_rows
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
@@ -140,7 +142,7 @@ def test_a_dataset_follows_the_config(files, tmp_path):
     (tmp_path / "c.yaml").write_text(
         "features: job\nstride: 512\nwindow: 5\nlattice: exact\norder: raster\ncap: 9\ncache: {folder: warm, dtype: float16}\n"
     )
-    data = SlideDataset.of(load_config(tmp_path / "c.yaml"), slides_of(files))
+    data = slide_dataset(load_config(tmp_path / "c.yaml"), slides_of(files))
     assert data.settings == Preparation(stride=512, window=5, lattice="exact", order="raster", cap=9, dtype="float16")
     assert data[0].graph.window == 5
     assert len(list((tmp_path / "warm").glob("s0-*.safetensors"))) == 1

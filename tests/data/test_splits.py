@@ -11,17 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_srp.data.splits import published as published_splits
-from gated_srp.data.splits.balance import balanced_parts, nearest_part, validation_part
+from gated_srp.data import published as published_splits
 from gated_srp.data.splits.imported import import_split
 from gated_srp.data.splits.rules import (
     Split,
     assign_parts,
+    balanced_parts,
     case_groups,
     hold_out,
     k_folds,
+    nearest_part,
     own_split,
     site_folds,
+    validation_part,
     write_split,
 )
 from gated_srp.data.tables.table import Table

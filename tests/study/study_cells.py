@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from gated_srp.data import CohortConfig
+from gated_srp.config import CohortConfig
 from gated_srp.study.cells import Cell, Row, plan
 
 CURVE = "slide,case,label,predicted,prob_a,prob_b\n"

@@ -10,7 +10,7 @@ from training.toy_cohorts import open_config, planted, write_cohort
 
 from gated_srp.checks.estimate import Machine
 from gated_srp.cli import study_run
-from gated_srp.data.cohort import open_cohort
+from gated_srp.config.cohort import open_cohort
 from gated_srp.study.cells import Row, plan
 from gated_srp.study.cost import cost
 

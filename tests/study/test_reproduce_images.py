@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from image_cohorts import write_image
 
-from gated_srp.data import COHORTS
+from gated_srp.config import COHORTS
 from gated_srp.study.cell import run_cell
 from gated_srp.study.cells import Cell
 from gated_srp.study.collect import collect

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from gated_srp.data import load_config
+from gated_srp.config import load_config
 from gated_srp.training import train_run
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from toy_cohorts import open_config, planted, write_survival_cohort
 from typer.testing import CliRunner
 
 from gated_srp.cli.predict import evaluate
-from gated_srp.data import CohortConfig
+from gated_srp.config import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.models import load_card
 from gated_srp.training import train_run

@@ -172,7 +172,7 @@ def test_a_run_learns_the_planted_colours_and_writes_what_every_run_writes(finis
 
 CHILD = """
 import sys, torch
-from gated_srp.data import load_config
+from gated_srp.config import load_config
 from gated_srp.training import train_run
 torch.set_num_threads(1)
 train_run(load_config(sys.argv[1], {"out": sys.argv[2]}), arm="vit_s16_gated_srp", seed=42, save_every=0.0)

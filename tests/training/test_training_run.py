@@ -12,7 +12,8 @@ from factories import make_slide, write_trident
 from toy_cohorts import SMALL, open_config, planted, write_cohort, write_survival_cohort
 from typer.testing import CliRunner
 
-from gated_srp.data import load_config, read_bag
+from gated_srp.config import load_config
+from gated_srp.data import read_bag
 from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model

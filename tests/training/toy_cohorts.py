@@ -6,7 +6,7 @@ import numpy as np
 import yaml
 from factories import Slide, make_slide, write_trident
 
-from gated_srp.data import CohortConfig, load_config
+from gated_srp.config import CohortConfig, load_config
 
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2, "num_landmarks": 4, "hidden_dim": 4}
 WIDTH = 8

@@ -14,9 +14,9 @@ import pandas as pd
 from gated_srp.checks import findings as found_by
 from gated_srp.checks.estimate import Machine, Trunk, run_seconds, this_machine
 from gated_srp.checks.survey import FileFacts, survey, workers_for
+from gated_srp.config.cohort import CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.cohort import CohortData, find_files, open_cohort
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits.rules import PARTS, Split, assign_parts
@@ -140,7 +140,7 @@ def _check_cohort(
         files = list(data.matches.found.values())
     except UserError as error:
         trouble.append(found_by.of_error(error, "cohort"))
-    settings = Preparation.of(config)
+    settings = preparation(config)
     facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
     trouble += _of_facts(facts, settings)
     summary = _about_files(facts, settings, deep=deep)

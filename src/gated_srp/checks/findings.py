@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gated_srp.checks.survey import FileFacts
-from gated_srp.data.cohort import CohortData
+from gated_srp.config.cohort import CohortData
 from gated_srp.data.files.encoders import is_known
 from gated_srp.data.splits.rules import PARTS, Split, assign_parts
 from gated_srp.data.tables.matching import Matches

@@ -103,8 +103,8 @@ def _evenly(count: int, at_most: int | None) -> list[int]:
 
 def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], "Preparation"]:
     """Slides with their files. Labels are not needed: without a table every file of the folder is a slide."""
+    from gated_srp.config.cohort import find_files, open_cohort, preparation
     from gated_srp.config.load import load_config
-    from gated_srp.data.cohort import find_files, open_cohort
     from gated_srp.data.files.siblings import find_bags
     from gated_srp.data.prepared import Preparation
     from gated_srp.data.tables.matching import slide_stem
@@ -117,5 +117,5 @@ def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], "Preparation"]:
         return cohort.resolve().name, list(zip(names, found, strict=True)), Preparation()
     config = load_config(cohort)
     if config.table or config.labels:
-        return config.name, list(open_cohort(config).matches.found.items()), Preparation.of(config)
-    return config.name, [(slide_stem(path), path) for path in find_files(config)], Preparation.of(config)
+        return config.name, list(open_cohort(config).matches.found.items()), preparation(config)
+    return config.name, [(slide_stem(path), path) for path in find_files(config)], preparation(config)

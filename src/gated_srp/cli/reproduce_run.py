@@ -10,7 +10,7 @@ import pandas as pd
 from gated_srp.checks.estimate import this_machine
 from gated_srp.cli.screen import LOG, say
 from gated_srp.cli.study_run import Running, run_cells
-from gated_srp.data.cohort import CohortData, open_cohort
+from gated_srp.config.cohort import CohortData, open_cohort
 from gated_srp.errors import UserError
 from gated_srp.study.cells import Cell, distinct
 from gated_srp.study.collect import collect, compare_cells

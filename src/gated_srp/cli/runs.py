@@ -25,7 +25,7 @@ def train(
     change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.epochs=5.")] = None,
 ) -> None:
     """Train one run, or go on with one that was interrupted: OUT/COHORT/ARM/seed42."""
-    from gated_srp.data import load_config
+    from gated_srp.config.load import load_config
     from gated_srp.training import Interrupted, train_run
 
     overrides = _changes(change or []) | ({"out": str(out)} if out else {})

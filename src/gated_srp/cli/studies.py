@@ -55,7 +55,7 @@ def compare(
 ) -> None:
     """Train arms x seeds on identical splits, and say what the paired differences show. Start it again to go on."""
     from gated_srp.cli.study_run import compare_arms
-    from gated_srp.data import load_config
+    from gated_srp.config.load import load_config
 
     config = load_config(cohort, {"out": str(out)} if out else None)
     failed = compare_arms(
@@ -85,7 +85,7 @@ def tune(
 ) -> None:
     """Choose delta and hidden width on validation, within each seed, and freeze them for `compare`; say the optimism."""
     from gated_srp.cli.study_run import tune_gate
-    from gated_srp.data import load_config
+    from gated_srp.config.load import load_config
 
     config = load_config(cohort, {"out": str(out)} if out else None)
     tune_gate(

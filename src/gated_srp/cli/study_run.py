@@ -15,8 +15,8 @@ import typer
 from gated_srp.checks.estimate import this_machine
 from gated_srp.cli.matrix_view import showing
 from gated_srp.cli.screen import LOG, progress_console, say
+from gated_srp.config.cohort import CohortData, open_cohort
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.cohort import CohortData, open_cohort
 from gated_srp.errors import UserError
 from gated_srp.study.cells import Cell, Row, plan, quick_version, refuse_mismatches, refuse_unpaired
 from gated_srp.study.collect import collect, compare_cells

@@ -5,19 +5,21 @@
 Strings are resolved here, once: presets, defaults of the task, paths. Everything after this works with a frozen `CohortConfig`.
 """
 
+from __future__ import annotations
+
 import difflib
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from gated_srp.config.presets import find_cohort
 from gated_srp.config.schema import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
-from gated_srp.config.yamlfile import Settings, read_settings
 from gated_srp.data.files.encoders import canonical
 from gated_srp.data.tables.columns import Columns, resolve_columns
 from gated_srp.data.tables.read import read_frame
@@ -25,11 +27,11 @@ from gated_srp.errors import UserError
 from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
-__all__ = ["CacheConfig", "CohortConfig", "FoldsConfig", "ImagesConfig", "ModelConfig", "TrainConfig", "load_config"]
-
-_IMAGE_RECIPE = find_cohort("ADP").recipe  # whatever the task
 _PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
 _SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_DEEPEST = 6
+_LARGEST = 2**20  # bytes
 _UNEXPANDED = re.compile(r"^~|\$[A-Za-z_{]")
 
 
@@ -62,9 +64,8 @@ def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     if not isinstance(value, str | Path):
         return value
     if _UNEXPANDED.search(str(value)) and not (home / value).exists():
-        raise settings.error(
-            (key,), f"{key}: {str(value)!r} is taken as it stands: ~ and $NAME are not expanded. Write the path out."
-        )
+        what = f"{key}: {str(value)!r} is taken as it stands: ~ and $NAME are not expanded"
+        raise settings.error((key,), what, "Write the path out.")
     return str(home / value)
 
 
@@ -88,7 +89,7 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         try:
             preset = find_cohort(values["cohort"])
         except UserError as error:
-            raise settings.error(("cohort",), f"cohort: {error}") from None
+            raise settings.error(("cohort",), f"cohort: {error.what}", error.cure) from None
         values["cohort"] = preset.name
     if isinstance(values.get("encoder"), str):
         values["encoder"] = canonical(values["encoder"])
@@ -108,7 +109,9 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     values.setdefault("score", kind.score)
     section = values.get("train") or {}
     if isinstance(section, dict):
-        own = _IMAGE_RECIPE if values.get("images") is not None else kind.recipe
+        own = (
+            find_cohort("ADP").recipe if values.get("images") is not None else kind.recipe
+        )  # images: whatever the task
         values["train"] = asdict(preset.recipe if preset and preset.task == kind.name else own) | section
     for key in ("model", "cache"):
         if values.get(key, {}) is None:
@@ -138,7 +141,8 @@ def _explained(error: ValidationError, settings: Settings) -> UserError:
         keys = tuple(str(key) for key in item["loc"])
         said = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            said = _unknown(keys, settings)
+            found.append(str(settings.error(keys, f"{'.'.join(keys)}: no such setting", _nearest(keys))))
+            continue
         elif keys:
             given = repr(item["input"]) if len(repr(item["input"])) < 60 else "this"
             said = f"{'.'.join(keys)}: {said[0].lower()}{said[1:]}, found {given}."
@@ -146,7 +150,8 @@ def _explained(error: ValidationError, settings: Settings) -> UserError:
     return UserError("\n".join(dict.fromkeys(found)))
 
 
-def _unknown(keys: tuple[str, ...], settings: Settings) -> str:
+def _nearest(keys: tuple[str, ...]) -> str:
+    """The setting that was probably meant."""
     sections: dict[str, type[BaseModel]] = {
         "model": ModelConfig,
         "train": TrainConfig,
@@ -158,5 +163,90 @@ def _unknown(keys: tuple[str, ...], settings: Settings) -> str:
     near = difflib.get_close_matches(keys[-1].lower(), schema.model_fields, n=1, cutoff=0.5)
     elsewhere = [f"{name}.{keys[-1]}" for name, section in sections.items() if keys[-1] in section.model_fields]
     hint = [*elsewhere, *near] if len(keys) == 1 else [f"{keys[0]}.{key}" for key in near]
-    cure = f"Did you mean {hint[0]}?" if hint else f"Known: {', '.join(schema.model_fields)}."
-    return f"{'.'.join(keys)}: no such setting. {cure}"
+    return f"Did you mean {hint[0]}?" if hint else f"Known: {', '.join(schema.model_fields)}."
+
+
+# YAML as plain text values with the line of each key. Only the schema knows whether ``no``, ``007``, ``1e-4`` or ``null`` is a word
+# or a number, so scalars stay text: YAML's own guesses turn a class called ``no`` into False and a learning rate of ``1e-4`` into a word.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``values``: nested dicts and lists of text; None where a key is empty or null. ``lines``: of each key's path."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def error(self, keys: tuple[str, ...], what: str, cure: str = "") -> UserError:
+        """An error at a key: the file, and the line of the key or of the section around it."""
+        known = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), None)
+        return self.at(known, what, cure)
+
+    def at(self, line: int | None, what: str, cure: str) -> UserError:
+        """An error in a line."""
+        where = f"{self.path}, line {line}" if line else str(self.path)
+        return UserError(what, where=where, cure=cure, kind="setting")
+
+
+def read_settings(path: str | Path) -> Settings:
+    """Read a YAML file; broken YAML, a key written twice, tags and anything but a mapping are refused with their line."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > _LARGEST:
+            what = "larger than a file of settings can be"
+            raise UserError(what, where=path, cure="Expected a short YAML file.", kind="setting")
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        cure = "Expected the cohort's YAML; `gated-srp init FOLDER TABLE` writes one."
+        raise UserError("no such file", where=path, cure=cure, kind="missing") from None
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+        raise UserError(what, where=path, cure="Expected the cohort's YAML file.", kind="setting") from None
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text ({error.reason})"
+        raise UserError(what, where=path, cure="Save it again as plain text.", kind="setting") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise _broken(path, error) from None
+    settings = Settings(path, {})
+    if node is None:
+        return settings
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError("expected settings as `key: value`, one per line", where=path, kind="setting")
+    settings.values.update(_mapping(node, settings, ()))
+    return settings
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    said = getattr(error, "problem", None) or str(error) or type(error).__name__
+    cure = "Correct this line. Indent with spaces, not tabs." if "\\t" in said else "Correct this line."
+    what = f"not valid YAML ({' '.join(said.split())})"
+    return Settings(path, {}).at(mark.line + 1 if mark else None, what, cure)
+
+
+def _value(node: yaml.Node, settings: Settings, keys: tuple[str, ...]) -> Any:
+    if len(keys) > _DEEPEST:  # also where an anchor leads back to itself
+        raise settings.error(keys, f"{keys[0]}: nested too deeply")
+    if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.rsplit(":", 1)[1] not in ("str", "seq", "map"):
+        raise settings.error(keys, f"{'.'.join(keys)}: the tag {node.tag} is not allowed", "Write the plain value.")
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, settings, keys)
+    if isinstance(node, yaml.SequenceNode):  # an item that spells null is a label or an arm of that name
+        return [_value(item, settings, (*keys, str(i))) for i, item in enumerate(node.value)]
+    return node.value
+
+
+def _mapping(node: yaml.MappingNode, settings: Settings, keys: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise settings.at(line, "a key must be a word", "Write `key: value`.")
+        path = (*keys, key.value)
+        if key.value in found:
+            raise settings.at(line, f"{'.'.join(path)} is set twice, first on line {settings.lines[path]}", "Keep one.")
+        settings.lines[path] = line
+        empty = isinstance(value, yaml.ScalarNode) and value.style is None and value.value in _NULLS
+        found[key.value] = None if empty else _value(value, settings, path)
+    return found

@@ -1,7 +1,6 @@
 """The slides of a cohort as prepared bags, one at a time, the next one ready when it is asked for.
 
-data = open_cohort(config)
-slides = SlideDataset.of(config, data.slides(seed=42))
+slides = SlideDataset(frame, Preparation(encoder="uni_v2"))
 with BagLoader(slides, workers=1) as loader:
     for bag in loader.epoch(order):
 """
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cache import BagCache
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
 from gated_srp.errors import UserError
@@ -69,12 +67,6 @@ class SlideDataset(Dataset[SlideBag]):
         self.settings = settings
         self.targets = targets
         self.cache = cache
-
-    @classmethod
-    def of(cls, config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> Self:
-        """With the settings and the cache of a cohort; ``slides`` as `CohortData.slides` gives them."""
-        cache = BagCache(config.cache.folder) if config.cache.folder else None
-        return cls(slides, Preparation.of(config), targets=targets, cache=cache)
 
     def __len__(self) -> int:
         return len(self.files)

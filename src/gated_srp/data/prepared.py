@@ -6,13 +6,12 @@ Shapes: N patches of the file, L patches kept, C channels.
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.config.schema import CohortConfig
 from gated_srp.data.bag import Bag, BagHeader, Unit
 from gated_srp.data.files.formats import read_bag, read_header
 from gated_srp.data.files.images import ImageGrid, image_header, read_image
@@ -39,15 +38,6 @@ class Preparation:
     cap: int | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     images: ImageGrid | None = None
-
-    @classmethod
-    def of(cls, config: CohortConfig) -> Self:
-        """The settings of a cohort."""
-        same = ("window", "lattice", "order", "cap")
-        images = None if config.images is None else ImageGrid(config.images.size, config.images.patch)
-        return cls(
-            **config.reading, **{key: getattr(config, key) for key in same}, dtype=config.cache.dtype, images=images
-        )
 
     @property
     def reading(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gated_srp.config.cohort import CohortData
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.cohort import CohortData
 from gated_srp.errors import UserError
 from gated_srp.models import find_arm
 from gated_srp.training.folder import RunFolder, settings_of

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gated_srp.checks.estimate import Machine, Trunk, run_seconds
+from gated_srp.config.cohort import CohortData, preparation
 from gated_srp.data.bag import BagError
-from gated_srp.data.cohort import CohortData
-from gated_srp.data.prepared import Preparation, open_header
+from gated_srp.data.prepared import open_header
 from gated_srp.data.splits.rules import PARTS
 from gated_srp.models import find_arm
 from gated_srp.study.cells import Cell, distinct
@@ -60,7 +60,7 @@ class _Look:
 
 def _look_at(data: CohortData, cell: Cell) -> _Look:
     frame = data.slides(cell.seed, cell.fold)
-    settings = Preparation.of(data.config)
+    settings = preparation(data.config)
     sizes, width = [], 1
     for row in evenly(list(range(len(frame))), _LOOKED_AT):
         try:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from gated_srp.config.cohort import CohortData, open_cohort
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cache import BagCache
-from gated_srp.data.cohort import CohortData, open_cohort
 from gated_srp.data.files.encoders import canonical
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError

@@ -10,8 +10,8 @@ from typing import Literal
 import pandas as pd
 from torch import Tensor
 
+from gated_srp.config.cohort import CohortData, open_cohort, slide_dataset
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.cohort import CohortData, open_cohort
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits.rules import Split
 from gated_srp.errors import UserError
@@ -71,7 +71,7 @@ def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
     slides = data.with_parts(split)
     _check_parts(slides, split, data)
     task = data.table.kind.fit(slides[slides["part"] == "train"], data.table.classes, config.metric)
-    bags = SlideDataset.of(config, slides, task.encode(slides))
+    bags = slide_dataset(config, slides, task.encode(slides))
     material = Material(
         slides, split, task, bags, config.score, tuple(note.line for note in (*data.notes, *split.notes))
     )

@@ -11,10 +11,14 @@ from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
+from torch import Tensor
 
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.files.images import find_images
+from gated_srp.data.cache import BagCache
+from gated_srp.data.files.images import ImageGrid, find_images
 from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.loader import SlideDataset
+from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits.imported import import_split
 from gated_srp.data.splits.rules import Split, assign_parts, k_folds, own_split, site_folds
 from gated_srp.data.tables.matching import Matches, match_slides
@@ -115,3 +119,16 @@ def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
         "`labels`, the folder of its public label files," if config.preset else "`table`, one row per slide or patient,"
     )
     raise UserError(f"{wanted} is not set", where=config.name, cure="Labels cannot be read.", kind="setting")
+
+
+def preparation(config: CohortConfig) -> Preparation:
+    """The settings of a cohort that change what a model sees of a file."""
+    images = None if config.images is None else ImageGrid(config.images.size, config.images.patch)
+    same = {key: getattr(config, key) for key in ("window", "lattice", "order", "cap")}
+    return Preparation(**config.reading, **same, dtype=config.cache.dtype, images=images)
+
+
+def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
+    """The bags of these slides (as `CohortData.slides` gives them), with the settings and the cache of a cohort."""
+    cache = BagCache(config.cache.folder) if config.cache.folder else None
+    return SlideDataset(slides, preparation(config), targets=targets, cache=cache)

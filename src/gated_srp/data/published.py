@@ -1,0 +1,174 @@
+"""The paper's cohorts as they were released: the public label files, how each is read, and the rule of its published splits."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gated_srp.data.splits.rules import Split, balanced_parts, case_groups, dealt_hold_out, hold_out, validation_part
+from gated_srp.data.tables.matching import slide_stem
+from gated_srp.data.tables.read import read_frame
+from gated_srp.data.tables.table import Columns, Table, read_table, tidy_table
+from gated_srp.errors import Note, UserError
+
+
+@dataclass(frozen=True)
+class LabelFile:
+    """A released file: its name, the folder it lies in among other cohorts' files, its checksum, where to get it."""
+
+    folder: str
+    name: str
+    sha256: str | None
+    source: str
+
+    def find(self, place: str | Path) -> Path:
+        """The file in ``place``, or in its own folder there, or ``place`` itself."""
+        place = Path(place)
+        candidates = [place, place / self.name, place / self.folder / self.name]
+        found = next((path for path in candidates if path.is_file()), None)
+        if found is None:
+            what = f"no {self.name}, nor {self.folder}/{self.name}"
+            raise UserError(what, where=place, cure=f"Where to get it: {self.source}.", kind="missing")
+        return found
+
+    def differences(self, path: Path) -> tuple[Note, ...]:
+        """Empty when the file is the released one to the last byte, else a warning."""
+        if self.sha256 is None or hashlib.sha256(path.read_bytes()).hexdigest() == self.sha256:
+            return ()
+        what = f"{path.name} is not the released file (checksum differs); splits may differ from the published"
+        return (Note("warning", "table", what, cure=f"Where to get it: {self.source}."),)
+
+
+def camelyon16(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """Columns slide_id, class_name."""
+    columns = Columns(slide="slide_id", case="slide_id", target="class_name")
+    return read_table(path, columns, task="classification", classes=classes)
+
+
+def camelyon17(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """Rows of slides stand among rows of patients; the patient is the first part of the slide's name."""
+    frame, notes = read_frame(path)
+    _need(path, set(frame.columns), {"patient", "stage", "center"})
+    frame = frame[frame["patient"].str.fullmatch(r"patient_\d+_node_\d+\.tif", na=False)]
+    if frame.empty:
+        what = "no row is named patient_NNN_node_M.tif"
+        raise UserError(what, where=path, cure="Expected the challenge's stages.csv.")
+    frame = frame.assign(
+        slide=frame["patient"].map(slide_stem), case=frame["patient"].str.extract(r"(patient_\d+)_")[0]
+    )
+    columns = Columns(slide="slide", case="case", target="stage", site="center")
+    return tidy_table(frame, columns, where=path, task="classification", classes=classes, notes=notes)
+
+
+def kgh(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """A table slide_id, label; normal slides, if listed, are left out."""
+    columns = Columns(slide="slide_id", case="slide_id", target="label")
+    return read_table(path, columns, task="classification", classes=classes)
+
+
+def panda(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """The challenge's train.csv; the data provider is the site."""
+    columns = Columns(slide="image_id", case="image_id", target="isup_grade", site="data_provider")
+    return read_table(path, columns, task="classification", classes=classes)
+
+
+def bracs(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """Sheet WSI_Information."""
+    columns = Columns(slide="WSI Filename", case="Patient Id", target="WSI label")
+    return read_table(path, columns, task="classification", classes=classes, sheet="WSI_Information")
+
+
+def tcga(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """Overall survival of one cohort; slides are named without their ending."""
+    frame, notes = read_frame(path)
+    _need(path, set(frame.columns), {"cohort", "endpoint", "case_barcode", "filename", "event", "time_days"})
+    key = name.replace("-", "_")
+    chosen = frame[(frame["cohort"] == key) & (frame["endpoint"] == "OS")]
+    if chosen.empty:
+        what = f"no row of cohort {key} with endpoint OS"
+        raise UserError(what, where=path, cure="Expected the matched survival table.")
+    chosen = chosen.assign(slide=chosen["filename"].map(slide_stem, na_action="ignore"))
+    columns = Columns(slide="slide", case="case_barcode", time="time_days", event="event")
+    return tidy_table(chosen, columns, where=path, task="survival", notes=notes)
+
+
+def adp(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+    """Patches with 0/1 columns; each patch counts as its own patient, as its release splits them."""
+    columns = Columns(slide="Patch Names", case="Patch Names", target=classes)
+    return read_table(path, columns, task="multilabel")
+
+
+def _need(path: Path, found: set[str], wanted: set[str]) -> None:
+    if not wanted <= found:
+        what = f"no column {', '.join(sorted(wanted - found))}"
+        raise UserError(what, where=path, cure="Expected the released table.", kind="column")
+
+
+# Splits: unit and group of each cohort --------------------------------------------------------------------------------
+
+
+def by_class(table: Table, seed: int) -> Split:
+    """CAMELYON16, KGH: slides, grouped by label."""
+    frame = table.frame.sort_values("slide")
+    return Split(
+        "slide_id",
+        hold_out(dict(zip(frame["slide"], frame["label"], strict=True)), seed),
+        f"published rule, seed {seed}",
+    )
+
+
+def by_centre(table: Table, seed: int) -> Split:
+    """CAMELYON17: patients, grouped by medical centre."""
+    return Split("patient_id", hold_out(dict(table.cases["site"]), seed), f"published rule, seed {seed}")
+
+
+def by_provider_and_grade(table: Table, seed: int) -> Split:
+    """PANDA: slides in the table's own order, grouped by provider and grade."""
+    frame = table.frame
+    groups = dict(zip(frame["slide"], zip(frame["site"], map(int, frame["label"]), strict=True), strict=True))
+    return Split("image_id", hold_out(groups, seed), f"published rule, seed {seed}")
+
+
+def by_event_and_time(table: Table, seed: int) -> Split:
+    """TCGA: patients, grouped by event and quarter of the time."""
+    return Split("case_id", dealt_hold_out(case_groups(table), seed), f"published rule, seed {seed}")
+
+
+def by_label_vector(table: Table, seed: int) -> Split:
+    """BRACS: patients, balanced over the classes of all their slides; the seed says which fifth tests."""
+    frame, width = table.frame, len(table.classes)
+    vectors = {
+        str(case): np.bincount(labels, minlength=width).astype(float) for case, labels in frame.groupby("case")["label"]
+    }
+    test = balanced_parts(vectors, 5)[seed % 5]
+    rest = {case: vector for case, vector in vectors.items() if case not in test}
+    val = validation_part(balanced_parts(rest, 10), rest)
+    parts = {case: "test" if case in test else "val" if case in val else "train" for case in vectors}
+    return Split("patient_id", parts, f"published rule, seed {seed}")
+
+
+def from_row_files(table: Table, folder: str | Path) -> Split:
+    """ADP: row numbers of the label table in train.npy, valid.npy and test.npy, as released; no seed."""
+    folder = Path(folder)
+    parts: dict[str, str] = {}
+    for part, name in (("train", "train.npy"), ("val", "valid.npy"), ("test", "test.npy")):
+        path = folder / name
+        try:
+            rows = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            cure = "ADP's row files train.npy, valid.npy and test.npy come with it."
+            raise UserError(f"cannot be read ({error})", where=path, cure=cure, kind="split") from None
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            what = f"expected a list of row numbers, found {rows.dtype} of shape {rows.shape}"
+            raise UserError(what, where=path, cure="Download the release again.", kind="split")
+        if rows.size and (rows.min() < 0 or rows.max() >= len(table.frame)):
+            what = f"row numbers run to {rows.max()}, the table has {len(table.frame)} rows"
+            raise UserError(what, where=path, cure="Is it of another release?", kind="split")
+        patches = table.frame["slide"].to_numpy()[rows].tolist()
+        again = [patch for patch in patches if patch in parts]
+        if again or len(set(patches)) < len(patches):
+            what = f"a row is named twice, e.g. {(again or patches)[0]}"
+            raise UserError(what, where=path, cure="The three row files must not overlap.", kind="split")
+        parts |= dict.fromkeys(patches, part)
+    return Split("patch_id", parts, f"row files in {folder.name}")
