@@ -22,7 +22,7 @@ def main() -> None:
 
     handle = attach(encoder, last=True, hidden_dim=16)  # all rows are used below: every layer gets a gate
     tokens = torch.randn(1, 64, 48)
-    handle.set_graph(PatchGraph.from_grid(8, 8).with_features(tokens[0]))
+    handle.set_graph(PatchGraph.from_grid(8, 8).with_features(tokens[0]), stay=True)  # all forwards are of one slide
     # What the gates shall learn: the same trunk behind gates that remove half of the common component.
     teacher = copy.deepcopy(encoder)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def main() -> None:
         handle.save(path)
         handle.detach()
         again = attach(encoder, last=True, hidden_dim=16)
-        again.set_graph(PatchGraph.from_grid(8, 8).with_features(tokens[0]))
+        again.set_graph(PatchGraph.from_grid(8, 8).with_features(tokens[0]), stay=True)
         again.load(path)
         same = torch.equal(encoder(tokens), trained)
         print(

@@ -30,9 +30,10 @@ def main() -> None:
     # qkv_nn gives queries, keys and values side by side; out_proj reads the merged heads. The head reads CLS: last=False.
     handle = attach(model, adapters={NystromAttention: Taps("qkv_nn", "out_proj")}, last=False)
     # TransMIL fills the patches up to a square behind them (rows without neighbours); CLS and the zeros that its attention puts
-    # in front are rows that the graph does not cover, so they have no neighbours either.
+    # in front are rows that the graph does not cover, so they have no neighbours either. How many zeros there are depends on
+    # the slide: for several slides cover all rows, graph.with_isolated(before=zeros + 1, after=...).
     square = math.ceil(math.sqrt(70)) ** 2
-    handle.set_graph(graph.with_isolated(after=square - 70))
+    handle.set_graph(graph.with_isolated(after=square - 70), stay=True)  # all forwards below are of one slide
     print(f"gates in {', '.join(handle.gates())}; same logits: {torch.equal(model(features), before)}")
 
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -55,7 +55,7 @@ def main() -> None:
         total = 0.0
         for seed in range(8):
             features, graph, label = slide(seed)
-            handle.set_graph(graph)  # before each slide
+            handle.set_graph(graph)  # before each forward
             loss = nn.functional.cross_entropy(model(features[None]), label)
             optimiser.zero_grad()
             loss.backward()
@@ -63,6 +63,7 @@ def main() -> None:
             total += float(loss.detach())
         print(f"epoch {epoch}  loss {total / 8:.4f}")
 
+    handle.set_graph(graph)
     with trace(model) as seen:
         model(features[None])
     print("mean beta of each gate:", [round(layer.beta.mean().item(), 4) for layer in seen if layer.beta is not None])

@@ -51,7 +51,7 @@ class Case:
     def attach(self, model: nn.Module) -> Any:
         handle = attach(model, hidden_dim=8, delta=1.5, **self.settings)
         if self.graph is not None:
-            handle.set_graph(self.graph)
+            handle.set_graph(self.graph, stay=True)
         return handle
 
     def attached(self) -> tuple[nn.Module, Any]:

@@ -63,7 +63,7 @@ def test_an_attention_of_ones_own_is_reached_by_an_adapter(named):
     model = Model()
     plain, twin = model(X), copy.deepcopy(model)
     handle = attach(model, adapters=named, last=True)
-    handle.set_graph(GRAPH)
+    handle.set_graph(GRAPH, stay=True)
     assert torch.equal(model(X), plain)
     wake(handle)
     x = X
@@ -103,7 +103,7 @@ def test_gates_are_parameters_of_the_model_and_have_groups_of_their_own():
 def test_a_frozen_trunk_trains_its_gates_alone():
     model = encoder().requires_grad_(False)
     handle = attach(model, last=True, hidden_dim=4)
-    handle.set_graph(GRAPH)
+    handle.set_graph(GRAPH, stay=True)
     before = {n: p.clone() for n, p in model.named_parameters()}
     optimiser = torch.optim.AdamW(handle.param_groups(0.0), lr=1e-2)
     losses = []
@@ -116,6 +116,68 @@ def test_a_frozen_trunk_trains_its_gates_alone():
     assert losses[-1] < losses[0]
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert changed and all(".correction." in n for n in changed)
+
+
+def test_gates_that_were_frozen_with_the_trunk_are_spoken_of_once():
+    """peft freezes all that is not its own; so does model.requires_grad_(False) after attach."""
+    model = encoder()
+    handle = attach(model, last=True, hidden_dim=4)
+    model.requires_grad_(False)
+    handle.set_graph(GRAPH, stay=True)
+    with pytest.warns(UserWarning, match=r"every gate is frozen.*handle\.requires_grad_\(True\)"):
+        model(X)
+    model(X)  # warnings are errors here: said once
+    handle.requires_grad_(True)
+    assert all(p.requires_grad for p in handle.parameters()) and not model.layers[0].linear1.weight.requires_grad
+    model.requires_grad_(False)
+    with pytest.warns(UserWarning, match="every gate is frozen"):
+        model(X)
+
+
+def test_gates_frozen_on_purpose_or_for_inference_are_not_spoken_of():
+    model = encoder()
+    handle = attach(model, last=True, hidden_dim=4).requires_grad_(False)
+    handle.set_graph(GRAPH, stay=True)
+    model(X)
+    handle.requires_grad_(True)
+    model.requires_grad_(False).eval()(X)
+    with torch.no_grad():
+        model.train()(X)
+
+
+class LowRank(nn.Module):
+    """A linear layer with an adapter around it, as peft puts it in place of the layer."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("late", [["qkv"], ["proj"], ["qkv", "proj"]])
+def test_adapters_put_around_tapped_layers_after_attach_are_followed(late):
+    def adapted(before: bool) -> nn.Module:
+        torch.manual_seed(1)
+        model = Model()
+        pairs = [(layer, name, LowRank(getattr(layer, name))) for layer in model.layers for name in late]
+        if not before:
+            model(X)
+            handle = attach(model, adapters={Attention: Taps("qkv", "proj")}, last=True, hidden_dim=4)
+        for layer, name, low_rank in pairs:
+            setattr(layer, name, low_rank)
+        if before:
+            handle = attach(model, adapters={Attention: Taps("qkv", "proj")}, last=True, hidden_dim=4)
+        wake(handle)
+        handle.set_graph(GRAPH, stay=True)
+        model(X)
+        handle.set_graph(GRAPH)
+        return model
+
+    torch.testing.assert_close(adapted(before=False)(X), adapted(before=True)(X))
 
 
 def test_attaching_leaves_everybodys_random_stream_alone():
@@ -190,6 +252,12 @@ def test_a_nan_in_the_tokens_comes_out_as_a_nan_and_not_as_our_error():
         ({"last": True, "grid": (3, 3), "window": 4}, "odd"),
         ({"last": True, "adapters": {"layers.9": adapter}}, "layers.9"),
         ({"last": True, "adapters": {"layers.0.linear1": adapter}}, "number of heads"),
+        ({"last": True, "adapters": {}}, "names no module"),
+        ({"last": True, "adapters": {"layers.0.self_attn": Taps("qkv", "out_proj")}}, r"no submodule 'qkv'.*out_proj"),
+        ({"last": True, "adapters": {nn.MultiheadAttention: Taps("out_proj", "heads")}}, "no submodule 'heads'"),
+        ({"last": True, "adapters": {"layers.0.self_attn": ("qkv", "proj")}}, "Taps"),
+        ({"last": True, "adapters": {"layers.0.self_attn": Taps}}, "Taps"),
+        ({"last": True, "window": 4}, "odd"),
     ],
 )
 def test_wrong_settings_say_what_to_do_and_change_nothing(settings, words):
@@ -198,6 +266,11 @@ def test_wrong_settings_say_what_to_do_and_change_nothing(settings, words):
     with pytest.raises(UserError, match=words):
         attach(model, **settings)
     assert list(model.state_dict()) == before and not hasattr(model, "_gated_srp")
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(UserError, match="expected a torch"):
+        attach("vit_base_patch16_224", last=True)
 
 
 def test_attaching_twice_is_refused():

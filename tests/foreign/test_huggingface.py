@@ -175,7 +175,7 @@ def test_the_implementation_that_the_model_had_goes_on_and_comes_back(implementa
     model.set_attn_implementation(implementation)
     plain = CASES["vit"](model)
     handle = attach(model)
-    assert model.config._attn_implementation == f"gated_srp_{implementation}"
+    assert model.config._attn_implementation == implementation  # the model's own config is left alone
     assert torch.equal(CASES["vit"](model), plain)
     handle.detach()
     assert model.config._attn_implementation == implementation
@@ -218,7 +218,7 @@ def test_images_of_another_size_need_to_be_said():
 def test_a_rectangular_config_gives_a_rectangular_grid():
     config = transformers.ViTConfig(**{**SIZES, "image_size": (16, 40)}, num_labels=3)
     handle = attach(transformers.ViTForImageClassification(config))
-    assert handle._neighbourhood._patches.neighbour_count.tolist() == [3, 5, 5, 5, 3] * 2
+    assert handle._neighbourhood.graph.neighbour_count.tolist() == [3, 5, 5, 5, 3] * 2
 
 
 def test_a_model_whose_tokens_come_out_asks_for_last():
@@ -234,12 +234,116 @@ def test_a_wrapped_trunk_is_found_and_asks_for_last():
     assert list(attach(wrapped, last=False).gates()) == ["trunk.layers.0.attention", "trunk.layers.1.attention"]
 
 
+@pytest.mark.parametrize("name", ["vit", "clip_classifier", "dinov3_vit"])
+def test_gates_survive_a_change_of_the_attention_implementation(name):
+    """set_attn_implementation after attach switched every gate off without a word."""
+    one = CASES[name]
+    plain = one.model()
+    model, _ = one.attached()
+    gated = one(model)
+    for implementation in ("eager", "sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        plain.set_attn_implementation(implementation)
+        torch.testing.assert_close(one(model), gated, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(one(model), one(plain), atol=1e-3)
+        assert model.config._attn_implementation == implementation
+
+
+def test_gates_survive_a_change_of_the_vision_half_alone():
+    one = CASES["clip_classifier"]
+    model, _ = one.attached()
+    gated = one(model)
+    model.set_attn_implementation({"vision_config": "eager"})
+    torch.testing.assert_close(one(model), gated, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_maps_are_given_out_as_without_gates():
+    one = CASES["vit"]
+    plain, (model, _) = one.model(), one.attached()
+    gated = one(model)
+    asleep = one.model()
+    attach(asleep, hidden_dim=8)
+    for each in (plain, model, asleep):
+        each.set_attn_implementation("eager")
+        each.config.output_attentions = True
+    outputs = [each(pixel_values=IMAGES) for each in (plain, model, asleep)]
+    assert [len(out.attentions) for out in outputs] == [3, 3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(outputs[0].attentions, outputs[2].attentions, strict=True))
+    torch.testing.assert_close(outputs[1].logits, gated, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(outputs[1].attentions[1], outputs[0].attentions[1], atol=1e-3)
+    named = model(pixel_values=IMAGES, output_attentions=True)
+    assert torch.equal(named.logits, outputs[1].logits) and len(named.attentions) == 3
+
+
+def test_two_models_of_one_config_do_not_disturb_each_other():
+    config = transformers.ViTConfig(**SIZES, num_labels=3)
+    one, other = (transformers.ViTForImageClassification(config).eval() for _ in range(2))
+    plain = other(pixel_values=IMAGES).logits
+    attach(one)
+    assert torch.equal(other(pixel_values=IMAGES).logits, plain)
+    handle = attach(other)
+    assert torch.equal(other(pixel_values=IMAGES).logits, plain)
+    handle.detach()
+    assert torch.equal(other(pixel_values=IMAGES).logits, plain)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "clip_classifier"])
+def test_gates_of_a_model_that_was_saved_whole_come_back(name, tmp_path):
+    """save_pretrained writes the gates; from_pretrained knows of none, and attaching again used to start new ones."""
+    one = CASES[name]
+    model, handle = one.attached()
+    gated = one(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    other = one.attach(again)
+    assert all(torch.equal(a, b) for a, b in zip(handle.parameters(), other.parameters(), strict=True))
+    assert torch.equal(one(again), gated)
+    other.detach()
+    fresh = one.model()
+    third = one.attach(fresh)
+    third.load(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(handle.parameters(), third.parameters(), strict=True))
+
+
+def test_gates_of_a_saved_model_are_not_begun_anew_by_other_settings(tmp_path):
+    one = CASES["vit"]
+    model, _ = one.attached()
+    model.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"saved with delta 1.5, this model has 2.0"):
+        attach(again, delta=2.0, hidden_dim=8)
+    assert not hasattr(again, "_gated_srp") and attach(again, delta=1.5, hidden_dim=8)
+
+
+def test_a_saved_model_whose_folder_is_gone_says_that_its_gates_are_missing(tmp_path):
+    one = CASES["vit"]
+    model, _ = one.attached()
+    model.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"trained gates \(delta 1.5.*del model.config.gated_srp"):
+        one.attach(again)
+    del again.config.gated_srp
+    assert one.attach(again)
+
+
+def test_a_detached_model_is_saved_without_a_word_of_gates(tmp_path):
+    model, handle = CASES["vit"].attached()
+    handle.detach()
+    model.save_pretrained(tmp_path / "saved")
+    assert "gated_srp" not in (tmp_path / "saved" / "config.json").read_text()
+    attach(type(model).from_pretrained(tmp_path / "saved"))
+    with pytest.raises(UserError, match="no gates in this folder"):
+        attach(model).load(tmp_path / "saved")
+
+
 def test_swin_is_refused_because_of_its_windows():
     config = transformers.SwinConfig(
         image_size=32, patch_size=4, embed_dim=12, depths=[1, 1], num_heads=[2, 2], window_size=4
     )
-    with pytest.raises(UserError, match="windows"):
+    with pytest.raises(UserError, match="windows") as caught:
         attach(transformers.SwinForImageClassification(config))
+    assert "Taps" not in str(caught.value)  # no name of its attention could mend that
 
 
 def test_a_model_of_images_and_text_is_sent_to_its_vision_half():

@@ -153,7 +153,7 @@ def test_a_bag_without_batch_axis_is_corrected_like_a_batch_of_one():
     attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     handle = attach(attention, last=True)
     wake(handle)
-    handle.set_graph(GRAPH)
+    handle.set_graph(GRAPH, stay=True)
     rows = FEATURES[0]
     torch.testing.assert_close(attention(rows, rows, rows)[0], attention(*(FEATURES,) * 3)[0][0])
 
@@ -210,7 +210,7 @@ def test_a_fixed_grid_measures_homogeneity_on_the_tokens_of_each_image():
 def test_dropout_of_the_attention_stays_on_in_training():
     attention = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.5, batch_first=True).train()
     handle = attach(attention, last=True)
-    handle.set_graph(GRAPH)
+    handle.set_graph(GRAPH, stay=True)
     one, two = (attention(*(FEATURES,) * 3)[0] for _ in range(2))
     assert not torch.equal(one, two)
 

@@ -110,7 +110,7 @@ def check_the_slow_attention(one: Case) -> None:
 def check_rectangular_grids(one: Case) -> None:
     """4 x 6 patches, row by row, behind the rows in front: corners have 3 neighbours, edges 5, the others 8."""
     model = one.model()
-    graph = one.attach(model)._neighbourhood._patches
+    graph = one.attach(model)._neighbourhood.graph
     assert graph.neighbour_count.view(4, 6)[:2].tolist() == [[3, 5, 5, 5, 5, 3], [5, 8, 8, 8, 8, 5]]
     assert sorted(graph.neighbours[:3].tolist()) == [1, 6, 7]
 

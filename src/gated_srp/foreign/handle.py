@@ -1,8 +1,9 @@
 """`attach`: one call that puts Gated SRP into somebody else's model, and the handle that it returns."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -27,16 +28,22 @@ class Handle:
         self, model: nn.Module, sites: list[Site], neighbourhood: Neighbourhood, settings: dict[str, Any]
     ) -> None:
         self.model, self.sites, self.settings = model, sites, settings
-        self._neighbourhood = neighbourhood
-        self._hook = block_of(model, sites[0].name).register_forward_pre_hook(self._see_tokens, with_kwargs=True)
+        self._neighbourhood, self._trainable = neighbourhood, True
+        first = block_of(model, sites[0].name)
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter_model),
+            model.register_forward_hook(self._leave_model, always_call=True),
+            first.register_forward_pre_hook(self._enter_first_block, with_kwargs=True),
+        ]
 
-    def set_graph(self, graph: PatchGraph) -> None:
-        """The graph of the next forwards: of the patches alone, in the order of the model's rows (`PatchGraph.batch` for several bags).
+    def set_graph(self, graph: PatchGraph, *, stay: bool = False) -> None:
+        """The graph of the next forward: of the patches alone, in the order of the model's rows (`PatchGraph.batch` for several bags).
 
-        Rows in front that it does not cover (CLS, registers) are rows without neighbours; for padding behind, extend it with
-        ``graph.with_isolated(after=...)``. Under activation checkpointing call backward before the next graph is set.
+        Rows in front that it does not cover (CLS, registers) are rows without neighbours, as many in every forward; for
+        padding behind, extend it with ``graph.with_isolated(after=...)``. ``stay``: it serves until another one is set, for
+        several forwards of the same patches. Recomputation by activation checkpointing is part of its forward.
         """
-        self._neighbourhood.set_graph(graph)
+        self._neighbourhood.set_graph(graph, stay=stay)
 
     def set_grid(self, height: int, width: int) -> None:
         """Images of another size than the model's config says: a full grid whose homogeneity is measured on the tokens."""
@@ -63,36 +70,73 @@ class Handle:
             {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
         ]
 
+    def requires_grad_(self, trainable: bool = True) -> Self:
+        """Thaw the gates (after peft or a frozen trunk froze them too) or freeze them on purpose."""
+        self._trainable = trainable
+        for parameter in self.parameters():
+            parameter.requires_grad_(trainable)
+        return self
+
     def save(self, path: str | Path) -> None:
         """The gates alone: a safetensors file with a card of their settings."""
-        files.save(Path(path), dict(self.named_parameters()), self._card())
+        files.save(Path(path), dict(self.named_parameters()), self.card())
 
     def load(self, path: str | Path) -> None:
-        """Gates that `save` wrote, from the same architecture attached with the same settings."""
-        files.load(Path(path), dict(self.named_parameters()), self._card())
+        """Gates that `save` wrote, or a folder of Hugging Face's save_pretrained; same architecture, same settings."""
+        files.load(Path(path), dict(self.named_parameters()), self.card())
 
     def detach(self) -> None:
         """Give the model back as it was: no gates, no hooks, its own attention."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for site in reversed(self.sites):
             site.remove()
         self.sites = []
         self.model.__dict__.pop("_gated_srp", None)
 
-    def _card(self) -> dict[str, Any]:
+    def card(self) -> dict[str, Any]:
+        """What a file of these gates says of them."""
         return {**self.settings, "layers": list(self.gates())}
 
-    def _see_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if getattr(module, "_is_replica", False):
+            raise UserError(
+                "nn.DataParallel splits a batch among threads that would share one graph",
+                where=f"attach({type(module).__name__})",
+                cure="Use torch.nn.parallel.DistributedDataParallel, one process per device.",
+            )
+        if module.training and not torch.compiler.is_compiling():
+            self._warn_of_frozen_gates()
+        self._neighbourhood.enter_model()
+
+    def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._neighbourhood.leave_model()
+
+    def _enter_first_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._neighbourhood.enter_first_block()
         if self._neighbourhood.measured:
             tokens = self.sites[0].tokens(args, kwargs)
             if tokens is not None:
                 self._neighbourhood.observe(tokens)
+
+    def _warn_of_frozen_gates(self) -> None:
+        """peft and a trunk frozen after `attach` freeze the gates too, and training them would do nothing."""
+        if not self._trainable or not torch.is_grad_enabled() or any(p.requires_grad for p in self.parameters()):
+            return
+        self._trainable = False  # said once
+        warnings.warn(
+            "attach: every gate is frozen (requires_grad is False) although the model is in training mode, so no gate will learn. "
+            "Thaw them with handle.requires_grad_(True) after peft or model.requires_grad_(False) and before the optimiser is made; "
+            "handle.requires_grad_(False) says that it is meant.",
+            stacklevel=2,
+        )
 
 
 def attach(
     model: nn.Module,
     *,
     grid: tuple[int, int] | None = None,
+    front: int | None = None,
     delta: float = 1.0,
     hidden_dim: int = 64,
     window: int = 3,
@@ -104,8 +148,9 @@ def attach(
     Finds nn.MultiheadAttention (nn.TransformerEncoder), Hugging Face vision transformers and timm's VisionTransformer and
     Eva by itself. ``adapters`` names others: module name or class -> ``adapter(module, *inputs) -> (y, v, finish)`` with y, v
     (B, H, L, D) and finish(z) what the module returns, or `Taps`. ``grid``: patches (height, width) of every input; None takes
-    them from an image model's config, and other models wait for ``handle.set_graph(graph)``. ``last``: whether the last layer
-    is corrected; None looks whether the head reads CLS alone (no gate) or patches too.
+    them from an image model's config, and other models wait for ``handle.set_graph(graph)``. ``front``: rows of CLS and registers
+    before the patches; None takes them from the config, or else from the first forward, and they are fixed from then on.
+    ``last``: whether the last layer is corrected; None looks whether the head reads CLS alone (no gate) or patches too.
 
     >>> from torch.nn import TransformerEncoder, TransformerEncoderLayer
     >>> encoder = TransformerEncoder(TransformerEncoderLayer(48, 6, batch_first=True), 2)
@@ -113,17 +158,24 @@ def attach(
     >>> [name for name in handle.gates()], sum(p.numel() for p in handle.parameters())
     (['layers.0.self_attn'], 351)
     """
-    _check(model, grid, delta, hidden_dim)
+    _check(model, grid, front, delta, hidden_dim, window)
     found = _find(model, grid, adapters)
     if last is None:
         last = reads_patches(found, model)
     if last is None:
         raise UserError(
-            f"attach({type(model).__name__}): cannot tell whether the head reads CLS alone or pools the patches. "
-            "Pass last=False (CLS alone: the last layer needs no gate) or last=True (patches are pooled, or all rows are used)."
+            "cannot tell whether the head reads CLS alone or pools the patches",
+            where=f"attach({type(model).__name__})",
+            cure="Pass last=False (CLS alone: the last layer needs no gate) or last=True (patches are pooled, or all rows are used).",
         )
-    neighbourhood = Neighbourhood(window, found.grid or grid, found.front)
-    place = next(model.parameters()).device
+    if None not in (front, found.front) and front != found.front:
+        raise UserError(
+            f"front is {front}, but the model puts {found.front} rows before the patches",
+            where=f"attach({type(model).__name__})",
+            cure="Leave front out.",
+        )
+    neighbourhood = Neighbourhood(window, found.grid or grid, front if found.front is None else found.front)
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
     installed: list[Site] = []
     try:
         for number, site in enumerate(found.sites):
@@ -138,6 +190,8 @@ def attach(
         raise
     handle = Handle(model, found.sites, neighbourhood, {"delta": delta, "hidden_dim": hidden_dim, "window": window})
     model.__dict__["_gated_srp"] = handle
+    if found.finish is not None:
+        found.finish(handle)
     return handle
 
 
@@ -145,7 +199,7 @@ def handle_of(model: nn.Module) -> Handle:
     """The handle of an attached model, for copies and unpickled models."""
     handle = model.__dict__.get("_gated_srp")
     if not isinstance(handle, Handle):
-        raise UserError(f"{type(model).__name__}: nothing is attached to it. Call attach(model) first.")
+        raise UserError("nothing is attached to it", where=type(model).__name__, cure="Call attach(model) first.")
     return handle
 
 
@@ -159,8 +213,9 @@ def _find(model: nn.Module, grid: tuple[int, int] | None, adapters: Adapters | N
     sites: list[Site] = list(torch_mha.find(model))
     if not sites:
         raise UserError(
-            f"attach({type(model).__name__}): no attention was found (nn.MultiheadAttention, a Hugging Face or a timm vision transformer). Name yours: "
-            "attach(model, adapters={AttentionClass: adapter}) with adapter(module, *inputs) -> (y, v, finish), or call GatedSRP yourself."
+            "no attention was found (nn.MultiheadAttention, a Hugging Face or a timm vision transformer)",
+            where=f"attach({type(model).__name__})",
+            cure="Name yours: attach(model, adapters={AttentionClass: adapter}) with adapter(module, *inputs) -> (y, v, finish), or call GatedSRP yourself.",
         )
     return Found(sites)
 
@@ -173,16 +228,34 @@ def _named(model: nn.Module, adapters: Adapters) -> list[Site]:
         for key, adapter in adapters.items():
             if name == key or (isinstance(key, type) and isinstance(module, key)):
                 used.add(key)
-                heads = _heads(name, module)
-                make = TapSite(name, module, heads, adapter) if isinstance(adapter, Taps) else None
-                sites.append(make or AdapterSite(name, module, heads, adapter))  # type: ignore[arg-type]
+                sites.append(_adapted(name, module, adapter))
                 break
     if missing := [key for key in adapters if key not in used]:
         names = ", ".join(name for name, _ in list(model.named_modules())[1:9])
         raise UserError(
-            f"adapters: {missing[0]!r} is no module of {type(model).__name__}. Its modules begin with: {names}."
+            f"{missing[0]!r} is no module of {type(model).__name__}",
+            where="adapters",
+            cure=f"Its modules begin with: {names}." if names else "It has no modules inside.",
+        )
+    if not sites:
+        raise UserError(
+            "names no module",
+            where="adapters",
+            cure="Name the attention, {AttentionClass: Taps('qkv', 'proj')}, or leave adapters out to have it found.",
         )
     return sites
+
+
+def _adapted(name: str, module: nn.Module, adapter: Any) -> Site:
+    if isinstance(adapter, Taps):
+        return TapSite(name, module, _heads(name, module), adapter)
+    if not callable(adapter) or isinstance(adapter, type):
+        raise UserError(
+            f"{name!r} is to be reached by {adapter!r}",
+            where="adapters",
+            cure="Expected Taps(values, heads) or a function (module, *inputs) -> (y, v, finish).",
+        )
+    return AdapterSite(name, module, _heads(name, module), adapter)
 
 
 def _heads(name: str, module: nn.Module) -> int:
@@ -190,18 +263,31 @@ def _heads(name: str, module: nn.Module) -> int:
         if isinstance(getattr(module, attribute, None), int):
             return int(getattr(module, attribute))
     raise UserError(
-        f"{name}: the number of heads is not known. Set it before attach: model.get_submodule({name!r}).num_heads = ..."
+        "the number of heads is not known",
+        where=name,
+        cure=f"Set it before attach: model.get_submodule({name!r}).num_heads = ...",
     )
 
 
-def _check(model: nn.Module, grid: tuple[int, int] | None, delta: float, hidden_dim: int) -> None:
+def _check(
+    model: nn.Module, grid: tuple[int, int] | None, front: int | None, delta: float, hidden_dim: int, window: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"got {type(model).__name__}, expected a torch.nn.Module", where="attach")
     if "_gated_srp" in model.__dict__:
         raise UserError(
-            f"{type(model).__name__}: Gated SRP is attached already. handle.detach() first, or use handle_of(model)."
+            "Gated SRP is attached already",
+            where=type(model).__name__,
+            cure="handle.detach() first, or use handle_of(model).",
         )
     if not delta > 0 or hidden_dim < 1:
         raise UserError(
-            f"attach: delta is {delta}, hidden_dim {hidden_dim}; expected a positive range and at least one hidden unit."
+            f"delta is {delta}, hidden_dim {hidden_dim}; expected a positive range and at least one hidden unit",
+            where="attach",
         )
+    if window < 3 or window % 2 == 0:
+        raise UserError(f"window is {window}, expected an odd number from 3 on", where="attach")
     if grid is not None and (len(grid) != 2 or min(grid) < 1):
-        raise UserError(f"attach: grid is {grid}, expected (height, width) in patches.")
+        raise UserError(f"grid is {grid}, expected (height, width) in patches", where="attach")
+    if front is not None and front < 0:
+        raise UserError(f"front is {front}, expected the number of rows before the patches", where="attach")

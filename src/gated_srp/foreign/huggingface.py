@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from gated_srp.foreign.site import Site
 
 _PREFIX = "gated_srp_"
 _PROBE = "gated_srp_probe"
+_CARD = "gated_srp"  # attribute of the model's config
+_TAPS = "attach(model, adapters={AttentionClass: Taps('v_proj', 'o_proj')}, grid=(height, width))"
 
 # model_type -> rows in front of the patches. Text towers, and models that order their rows in another way, are not here.
 FRONT: dict[str, Callable[[Any], int]] = {
@@ -33,19 +36,45 @@ FRONT: dict[str, Callable[[Any], int]] = {
 }
 
 
+class GatedConfig:
+    """The config of one attention module: the model's own, except that its attention function goes on to the correction.
+
+    The model's config stays as it is, so `set_attn_implementation`, `output_attentions` and saved configs work as without gates.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.own, self.prefix = config, _PREFIX
+        _register(config._attn_implementation or "eager")
+
+    @property
+    def _attn_implementation(self) -> str:
+        name = self.own._attn_implementation or "eager"
+        if not torch.compiler.is_compiling():
+            _register(name)  # somebody may have switched to another one
+        return self.prefix + name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["own"], name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GatedConfig, (self.own,)  # an unpickled model may be the first of its process: it registers again
+
+
 class InterfaceSite(Site):
-    """An attention module that asks the interface for its attention function."""
+    """An attention module that asks the interface for its attention function; ``config`` is that of the whole model."""
+
+    def __init__(self, name: str, module: nn.Module, num_heads: int, config: Any) -> None:
+        super().__init__(name, module, num_heads)
+        self.config = config
 
     def enter(self) -> None:
         self.module.srp_site = self
-        config = self.module.config
-        if not config._attn_implementation.startswith(_PREFIX):  # layers share one config
-            config._attn_implementation = _register(config._attn_implementation)
+        self.module.config = GatedConfig(self.module.config)
 
     def leave(self) -> None:
+        self.module.config = self.module.config.own
         del self.module.srp_site
-        config = self.module.config
-        config._attn_implementation = config._attn_implementation.removeprefix(_PREFIX)
+        self.config.__dict__.pop(_CARD, None)
 
     def cls_attention(self, *args: Any, **kwargs: Any) -> Tensor | None:
         seen: list[Tensor] = []
@@ -55,10 +84,6 @@ class InterfaceSite(Site):
         finally:
             del self.module.srp_watch
         return self.patches(seen[0]) if seen else None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _register("sdpa"), _register("eager")  # an unpickled model may be the first of its process
 
 
 def _attention(
@@ -71,10 +96,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention that the model had, then the correction: (B, L, H, D) and what else it returned."""
+    site: Any = module.srp_site
+    site.module.config.prefix = ""  # flash attention asks the config for its own name
     y, weights = _base(base, module)(module, query, key, value, attention_mask, **kwargs)
-    site = getattr(module, "srp_site", None)
-    if site is None:
-        return y, weights
+    site.module.config.prefix = _PREFIX
     watch = getattr(module, "srp_watch", None)
     if watch is not None:
         watch(_first_row(query, key, attention_mask, kwargs.get("scaling")))
@@ -103,24 +128,19 @@ def _base(name: str, module: nn.Module) -> Callable[..., Any]:
     return function
 
 
-def _register(base: str) -> str:
-    """Register attention and mask function under our name: without the mask function padding would be dropped silently."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+def _register(base: str) -> None:
+    """The attention function ``base`` and the correction behind it, under a name of ours. Masks are made for ``base`` by the model."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = _PREFIX + base
-    AttentionInterface.register(name, partial(_attention, base))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-    return name
+    if _PREFIX + base not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(_PREFIX + base, partial(_attention, base))
 
 
 def root(model: nn.Module) -> nn.Module | None:
     """The outermost transformers model inside ``model``; transformers is not imported for the question."""
-    if "transformers" not in sys.modules:
-        return None
-    from transformers import PreTrainedModel
-
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return loaded and next((module for module in model.modules() if isinstance(module, loaded.PreTrainedModel)), None)
 
 
 def find(model: nn.Module, trunk: nn.Module, grid: tuple[int, int] | None) -> Found:
@@ -128,14 +148,29 @@ def find(model: nn.Module, trunk: nn.Module, grid: tuple[int, int] | None) -> Fo
     config: Any = trunk.config
     config = getattr(config, "vision_config", config)  # a model of images and text keeps its image half here
     kind = config.model_type
+    if hasattr(config, "window_size"):
+        raise UserError(
+            f"transformers model type {kind!r} attends in windows, which cut the neighbourhood of a patch; Gated SRP needs attention over all patches",
+            where=type(trunk).__name__,
+            cure=f"Take an encoder that attends over all patches: {', '.join(FRONT)}.",
+        )
     if kind not in FRONT:
         raise UserError(
-            f"{type(trunk).__name__}: transformers model type {kind!r} is not one of {', '.join(FRONT)}. {_why(config)}"
-            "Attach to its vision model, or name its attention: attach(model, adapters={AttentionClass: Taps('v_proj', 'o_proj')}, grid=(height, width))."
+            f"transformers model type {kind!r} is not one of {', '.join(FRONT)}",
+            where=type(trunk).__name__,
+            cure=f"Attach to its vision model, or name its attention: {_TAPS}.",
         )
     if getattr(trunk, "main_input_name", "") != "pixel_values":
         raise UserError(
-            f"{type(trunk).__name__}: does not take pixel_values alone. Attach to its vision model (model.vision_model)."
+            "does not take pixel_values alone",
+            where=type(trunk).__name__,
+            cure="Attach to its vision model (model.vision_model).",
+        )
+    if any(hasattr(module, "srp_site") for module in trunk.modules()):
+        raise UserError(
+            "Gated SRP is attached to it already, or to a part of it",
+            where=type(trunk).__name__,
+            cure="handle.detach() first, or attach to another part of the model.",
         )
     height, width = (
         _pair(config.image_size)
@@ -149,12 +184,38 @@ def find(model: nn.Module, trunk: nn.Module, grid: tuple[int, int] | None) -> Fo
     for module, batch, rows in called:
         if (batch, rows) != (1, front + cells[0] * cells[1]):
             raise UserError(
-                f"{type(module).__name__}: sees {batch} x {rows} rows of an image of {cells[0]} x {cells[1]} patches and {front} rows in front. "
-                "Attention in windows, or over other rows, hides neighbours from the correction."
+                f"sees {batch} x {rows} rows of an image of {cells[0]} x {cells[1]} patches and {front} rows in front; "
+                "attention in windows, or over other rows, hides neighbours from the correction",
+                where=type(module).__name__,
             )
     names = {module: name for name, module in model.named_modules()}
-    sites: list[Site] = [InterfaceSite(names[m], m, _heads(m)) for m, _, _ in called]
-    return Found(sites, (cells[0], cells[1]), front, trunk, inputs)
+    sites: list[Site] = [InterfaceSite(names[m], m, _heads(m), trunk.config) for m, _, _ in called]
+    return Found(sites, (cells[0], cells[1]), front, trunk, inputs, partial(_remember, trunk))
+
+
+class _Live(dict[str, Any]):
+    """The card of gates that are in place now; one that came from a config.json is a plain dict."""
+
+
+def _remember(trunk: Any, handle: Any) -> None:
+    """`save_pretrained` writes the gates with the model, but `from_pretrained` knows of no gates: attaching again brings them back."""
+    card, folder = getattr(trunk.config, _CARD, None), Path(trunk.name_or_path or "")
+    trunk.config.gated_srp = _Live(handle.card())
+    if type(card) is not dict:
+        return
+    try:
+        if not folder.is_dir() or not list(folder.glob("*.safetensors")):
+            raise UserError(
+                f"the model was saved with trained gates ({', '.join(f'{k} {card.get(k)}' for k in ('delta', 'hidden_dim', 'window'))}), "
+                "but the folder that it came from is not here, so these gates would start anew",
+                where=type(trunk).__name__,
+                cure="Load the model from a local folder, or del model.config.gated_srp before attach (and handle.load what handle.save wrote).",
+            )
+        handle.load(folder)
+    except UserError:
+        handle.detach()
+        trunk.config.gated_srp = card
+        raise
 
 
 def _callers(trunk: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, int, int]]:
@@ -169,8 +230,9 @@ def _callers(trunk: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, 
         trunk(**inputs)
     if not seen:
         raise UserError(
-            f"{type(trunk).__name__}: does not use the attention interface of transformers, so values and heads cannot be reached. "
-            "Name its attention: attach(model, adapters={AttentionClass: Taps('v_proj', 'o_proj')}, grid=(height, width))."
+            "does not use the attention interface of transformers, so values and heads cannot be reached",
+            where=type(trunk).__name__,
+            cure=f"Name its attention: {_TAPS}.",
         )
     return seen
 
@@ -208,12 +270,3 @@ def _heads(module: Any) -> int:
 
 def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def _why(config: Any) -> str:
-    windows = hasattr(config, "window_size")
-    return (
-        "It attends in windows, which cut the neighbourhood of a patch; Gated SRP needs attention over all patches. "
-        if windows
-        else ""
-    )

@@ -1,6 +1,6 @@
 """Look at a model by calling it once, and leave no trace of that."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gated_srp.errors import UserError
 from gated_srp.foreign.site import Site
 
 
@@ -16,6 +17,7 @@ class Found:
     """What a family found in a model: its attention layers in the order of the forward, and the fixed grid where there is one.
 
     ``front``: rows of CLS and registers before the patches. ``inputs``: what the model ``called`` may be called with to look at it.
+    ``finish``: what the family does with the handle once the gates are in.
     """
 
     sites: list[Site]
@@ -23,16 +25,25 @@ class Found:
     front: int | None = None
     called: nn.Module | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
+    finish: Callable[[Any], None] | None = None
 
 
 @contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module gets its own mode back."""
+    """Evaluation mode without gradients; every module gets its own mode back. A model that cannot be called is the user's error."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"could not be called on a blank image ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            where=f"attach({type(model).__name__})",
+            cure="Images of another size than the model's own: pass grid=(height, width), the number of patches, where it takes them.",
+        ) from error
     finally:
         for module, mode in modes:
             module.training = mode

@@ -6,6 +6,7 @@ Shapes: B batch, H heads, L rows, D head width, C channels.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gated_srp.errors import UserError
@@ -32,7 +33,9 @@ class Site:
     def install(self, correction: GatedSRP | None, neighbourhood: Neighbourhood) -> None:
         if hasattr(self.module, "correction"):
             raise UserError(
-                f"{self.name}: has a correction already. Detach the model first (handle.detach()), or attach to another part of it."
+                "has a correction already",
+                where=self.name,
+                cure="Detach the model first (handle.detach()), or attach to another part of it.",
             )
         self.neighbourhood = neighbourhood
         self.module.correction = correction
@@ -120,11 +123,37 @@ class TapSite(Site):
         self.taps = taps
         self._values: Tensor | None = None
         self._mapping = False
+        self._tap_hooks: list[Any] = []
+        self._tapped = self._ends()  # a wrong path is refused before anything is changed
 
     def enter(self) -> None:
-        values, heads = (self.module.get_submodule(path) for path in (self.taps.values, self.taps.heads))
-        self._hooks.append(values.register_forward_hook(self._see_values))
-        self._hooks.append(heads.register_forward_pre_hook(self._correct_heads))
+        self._tap()
+        self._hooks.append(self.module.register_forward_pre_hook(self._follow))
+
+    def leave(self) -> None:
+        self._untap()
+
+    def _tap(self) -> None:
+        values, heads = self._tapped = self._ends()
+        self._tap_hooks = [
+            values.register_forward_hook(self._see_values),
+            heads.register_forward_pre_hook(self._correct_heads),
+        ]
+
+    def _untap(self) -> None:
+        for hook in self._tap_hooks:
+            hook.remove()
+        self._tap_hooks = []
+
+    def _ends(self) -> tuple[nn.Module, nn.Module]:
+        values, heads = (_submodule(self.module, path, self.name) for path in (self.taps.values, self.taps.heads))
+        return values, heads
+
+    def _follow(self, module: nn.Module, args: Any) -> None:
+        """peft puts its own layers around these ones: corrected heads must enter the new ones, values come out of them."""
+        if not torch.compiler.is_compiling() and self._ends() != self._tapped:
+            self._untap()
+            self._tap()
 
     def _see_values(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self._values = output.detach()
@@ -135,8 +164,9 @@ class TapSite(Site):
         merged = args[0]  # (B, L, H * D)
         if self._values is None or self._values.shape[-1] < merged.shape[-1]:
             raise UserError(
-                f"{self.name}: '{self.taps.values}' gave no values as wide as the heads ({merged.shape[-1]}) before '{self.taps.heads}' was reached. "
-                "Name the projection of the values (or the fused one that ends in them) and the module that reads the merged heads."
+                f"'{self.taps.values}' gave no values as wide as the heads ({merged.shape[-1]}) before '{self.taps.heads}' was reached",
+                where=self.name,
+                cure="Name the projection of the values (or the fused one that ends in them) and the module that reads the merged heads.",
             )
         v, self._values = self._values[..., -merged.shape[-1] :], None
         z = self.correct(self._split(merged), self._split(v))
@@ -163,3 +193,15 @@ class FusedTapSite(TapSite):
             self.module.fused_attn, self._mapping, self._values = fused, False, None
             hook.remove()
         return self.patches(seen[0][:, :, 0]) if seen else None
+
+
+def _submodule(module: nn.Module, path: str, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        inside = ", ".join(name for name, _ in module.named_modules() if name) or "none"
+        raise UserError(
+            f"{type(module).__name__} has no submodule '{path}'",
+            where=f"Taps of {name or 'the model'}",
+            cure=f"Its submodules: {inside}. Where values or heads pass through none of them, write an adapter(module, *inputs) -> (y, v, finish).",
+        ) from None

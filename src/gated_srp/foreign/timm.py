@@ -17,10 +17,18 @@ from gated_srp.foreign.site import FusedTapSite, Site, Taps
 class BiasedTapSite(FusedTapSite):
     """Eva and BEiT add the biases of their fused projection outside it: the values are computed once more, without gradient."""
 
-    def enter(self) -> None:
-        heads = self.module.get_submodule(self.taps.heads)
-        self._hooks.append(self.module.register_forward_pre_hook(self._see_rows, with_kwargs=True))
-        self._hooks.append(heads.register_forward_pre_hook(self._correct_heads))
+    def _tap(self) -> None:
+        if type(self.module.qkv) is not nn.Linear:
+            raise UserError(
+                f"'qkv' is a {type(self.module.qkv).__name__} now, and {type(self.module).__name__} adds the bias of its values outside it",
+                where=self.name,
+                cure="Leave 'qkv' out of peft's target_modules, or merge the adapter into it (merge_and_unload) before attach.",
+            )
+        _, heads = self._tapped = self._ends()
+        self._tap_hooks = [
+            self.module.register_forward_pre_hook(self._see_rows, with_kwargs=True),
+            heads.register_forward_pre_hook(self._correct_heads),
+        ]
 
     def _see_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["x"]
@@ -41,14 +49,18 @@ def find(model: nn.Module, trunk: Any, grid: tuple[int, int] | None) -> Found:
     kind = type(trunk).__name__
     if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
         raise UserError(
-            f"timm {kind}: no flat list of blocks over all patches (a Swin attends in windows, others merge or pool patches on the way), "
-            "so a patch does not see its neighbourhood. Supported: the VisionTransformer family and Eva."
+            "no flat list of blocks over all patches (a Swin attends in windows, others merge or pool patches on the way), "
+            "so a patch does not see its neighbourhood",
+            where=f"timm {kind}",
+            cure="Supported: the VisionTransformer family and Eva.",
         )
     front = int(trunk.num_prefix_tokens)
-    cells = tuple(grid or trunk.patch_embed.grid_size or ())
+    cells = tuple(grid or getattr(trunk.patch_embed, "grid_size", None) or ())
     if len(cells) != 2:
         raise UserError(
-            f"timm {kind}: takes images of any size. Pass attach(model, grid=(height, width)), the number of patches."
+            "takes images of any size",
+            where=f"timm {kind}",
+            cure="Pass attach(model, grid=(height, width)), the number of patches.",
         )
     names = {module: name for name, module in model.named_modules()}
     rows = _rows_seen(trunk, image := _image(trunk, cells))
@@ -56,21 +68,32 @@ def find(model: nn.Module, trunk: Any, grid: tuple[int, int] | None) -> Found:
     for module, shape in rows.items():
         if shape != (1, front + cells[0] * cells[1]):
             raise UserError(
-                f"timm {kind}: {type(module).__name__} sees {shape[0]} x {shape[1]} rows of an image of {cells[0]} x {cells[1]} patches "
-                f"and {front} rows in front. Attention in windows, or over other rows, hides neighbours from the correction."
+                f"{type(module).__name__} sees {shape[0]} x {shape[1]} rows of an image of {cells[0]} x {cells[1]} patches "
+                f"and {front} rows in front; attention in windows, or over other rows, hides neighbours from the correction",
+                where=f"timm {kind}",
             )
         sites.append(_site(names[module], module))
     if not sites:
         raise UserError(
-            f"timm {kind}: its blocks have no attention module with 'qkv' (or 'v_proj') and 'proj': values cannot be reached."
+            "its blocks have no attention module with 'qkv' (or 'v_proj') and 'proj': values cannot be reached",
+            where=f"timm {kind}",
         )
     return Found(sites, (int(cells[0]), int(cells[1])), front, trunk, {"x": image})
 
 
 def _image(trunk: Any, cells: tuple[Any, ...]) -> Tensor:
-    patch = trunk.patch_embed.patch_size
+    """A blank image of that many patches; convolutions in front of the patches (ViTamin, hybrids) make a patch wider."""
+    embed = trunk.patch_embed
+    patch = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else getattr(embed, "patch_size", None)
+    first = next((module for module in embed.modules() if isinstance(module, nn.Conv2d)), None)
+    if patch is None or first is None:
+        raise UserError(
+            f"'patch_embed' is a {type(embed).__name__} that says neither how large a patch is nor how many channels an image has",
+            where=f"timm {type(trunk).__name__}",
+            cure="Name its attention: attach(model, adapters={AttentionClass: Taps('qkv', 'proj')}, grid=(height, width)).",
+        )
     height, width = (int(cell) * int(side) for cell, side in zip(cells, patch, strict=True))
-    return blank_image(trunk, trunk.patch_embed.proj.in_channels, height, width)
+    return blank_image(trunk, first.in_channels, height, width)
 
 
 def _rows_seen(trunk: nn.Module, image: Tensor) -> dict[nn.Module, tuple[int, int]]:
@@ -103,7 +126,8 @@ def _site(name: str, module: Any) -> Site:
     width = module.v_proj.out_features if apart else module.qkv.out_features // 3
     if type(module).__name__.startswith("Diff") or width != module.proj.in_features:
         raise UserError(
-            f"{name}: {type(module).__name__} has values of another width or number than its heads; Gated SRP cannot be attached to it."
+            f"{type(module).__name__} has values of another width or number than its heads; Gated SRP cannot be attached to it",
+            where=name,
         )
     taps = Taps(
         "v_proj" if apart else "qkv", "norm" if isinstance(getattr(module, "norm", None), nn.Module) else "proj"

@@ -80,12 +80,15 @@ def self_attention(
     """The adapter of nn.MultiheadAttention, with the arguments of its forward; the same products in the same order."""
     if query is not key or key is not value:
         raise UserError(
-            "MultiheadAttention: called with queries, keys and values that are not one tensor. Gated SRP corrects self-attention; attach to the "
-            "encoder alone (attach(model.encoder)) where the model also has cross-attention or attention pooling."
+            "called with queries, keys and values that are not one tensor; Gated SRP corrects self-attention",
+            where="MultiheadAttention",
+            cure="Attach to the encoder alone (attach(model.encoder)) where the model also has cross-attention or attention pooling.",
         )
     if query.is_nested:
         raise UserError(
-            "MultiheadAttention: nested tensors have no rows to number. Pad the bags and pass a key padding mask."
+            "nested tensors have no rows to number",
+            where="MultiheadAttention",
+            cure="Pad the bags and pass a key padding mask.",
         )
     batched = query.ndim == 3
     x = query.unsqueeze(1) if not batched else query.transpose(0, 1) if module.batch_first else query  # (L, B, E)
@@ -149,21 +152,72 @@ def _float(mask: Tensor, q: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
 
 
+_TOWERS = ("visual", "vision_model", "vision_tower", "image_encoder", "visual_encoder")
+
+
 def find(model: nn.Module) -> list[TorchSite]:
     """Every nn.MultiheadAttention of the model, in the order of registration."""
     modules = dict(model.named_modules())
+    around = {
+        name: [modules[path] for path in _ancestors(name)]
+        for name, module in modules.items()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    _refuse_towers(model, list(around))
+    _refuse_other_queries(around)
     sites = []
-    for name, module in modules.items():
-        if not isinstance(module, nn.MultiheadAttention):
-            continue
+    for name, above in around.items():
+        module: Any = modules[name]
         if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
             raise UserError(
-                f"{name}: MultiheadAttention with add_bias_kv, add_zero_attn or other key widths has values that belong to no row. "
-                "Gated SRP cannot be attached to it."
+                "MultiheadAttention with add_bias_kv, add_zero_attn or other key widths has values that belong to no row; "
+                "Gated SRP cannot be attached to it",
+                where=name,
             )
-        around = [modules[path] for path in _ancestors(name)]
-        sites.append(TorchSite(name, module, around))
+        sites.append(TorchSite(name, module, above))
     return sites
+
+
+def _refuse_towers(model: nn.Module, names: list[str]) -> None:
+    """CLIP, CoCa and the like (open_clip) keep images and text apart, and text has no patches."""
+    for tower in _TOWERS:
+        inside = [name for name in names if f".{tower}." in f".{name}"]
+        if inside and len(inside) < len(names):
+            path = inside[0][: f".{inside[0]}".index(f".{tower}.") + len(tower)]
+            other = next(name for name in names if name not in inside)
+            raise UserError(
+                f"a model of images and text: there is attention in '{path}' and outside it ('{other}'), whose rows are no patches",
+                where=f"attach({type(model).__name__})",
+                cure=f"Attach to its image tower: attach(model.{path}, grid=(height, width), last=...).",
+            )
+
+
+def _refuse_other_queries(around: dict[str, list[nn.Module]]) -> None:
+    """Decoders and attention pooling (CoCa's and CONCH's attn_pool) bring queries of their own."""
+    other = [name for name, above in around.items() if _asks(above)]
+    if other:
+        stacks = [stack for name in around if name not in other and (stack := _stack(name))]
+        raise UserError(
+            "this MultiheadAttention reads the rows with queries of its own (a decoder or attention pooling); Gated SRP corrects self-attention",
+            where=other[0],
+            cure=f"Attach to the blocks alone: attach(model.{max(stacks, key=stacks.count)}, ...)."
+            if stacks
+            else "Attach to the encoder alone.",
+        )
+
+
+def _asks(above: list[nn.Module]) -> bool:
+    if any(isinstance(module, nn.TransformerDecoder | nn.TransformerDecoderLayer) for module in above):
+        return True
+    pool = above[-1] if above else nn.Identity()
+    return "pool" in type(pool).__name__.lower() or "query" in dict(pool.named_parameters(recurse=False))
+
+
+def _stack(name: str) -> str:
+    """The module that holds the list of blocks of an attention layer; empty where there is no list or the model itself holds it."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number - 1]) if number > 1 else ""
 
 
 def _ancestors(name: str) -> list[str]:
