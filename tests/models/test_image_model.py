@@ -179,6 +179,20 @@ def test_the_papers_sizes_are_the_default():
     assert logits.shape == (1, 38)
 
 
+def test_the_patch_embedding_starts_as_pytorchs_convolution_and_all_arms_share_it():
+    layer = build_model("vit_s16", in_dim=768, num_outputs=38, depth=1, seed=5).in_proj
+    limit = 768**-0.5  # of nn.Conv2d(3, 384, 16): fan-in 3 * 16 * 16
+    for values in (layer.weight, layer.bias):
+        assert float(values.detach().abs().max()) <= limit
+        assert float(values.detach().std()) == pytest.approx(limit / 3**0.5, rel=0.1)  # uniform
+    assert float(layer.weight.detach().abs().max()) > 0.999 * limit
+    starts = [build(arm, seed=5).in_proj.state_dict() for arm in IMAGE_ARMS]
+    assert all(torch.equal(start[name], starts[0][name]) for start in starts for name in ("weight", "bias"))
+    assert not torch.equal(build("vit_s16", seed=6).in_proj.weight, starts[0]["weight"])
+    slides = build_model("vit4", in_dim=8, num_outputs=3, dim=24, num_heads=4, seed=5)
+    assert not slides.in_proj.bias.any()  # of slides: truncated normal and zero, as before
+
+
 def test_xsa_and_diff_are_built_as_on_slides():
     xsa, diff = build("vit_s16_xsa"), build("vit_s16_diff")
     assert all(type(block.correction.direction).__name__ == "OwnValue" for block in xsa.blocks)

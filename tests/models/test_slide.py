@@ -86,7 +86,7 @@ def test_an_untrained_gate_leaves_dense_attention_bit_equal():
 
 @pytest.mark.parametrize("arm", [name for name, arm in ARMS.items() if isinstance(arm, Arm)])
 def test_paired_arms_share_every_weight_of_the_same_name(arm):
-    base, model = (build_model(name, seed=5, **SMALL).state_dict() for name in ("na", arm))
+    base, model = (build_model(name, seed=5, **SMALL).state_dict() for name in (ARMS[arm].base, arm))
     common = set(base) & set(model)
     assert {"in_proj.weight", "cls_token", "blocks.0.mlp.fc1.weight", "head.weight"} <= common
     assert all(torch.equal(base[name], model[name]) for name in common)

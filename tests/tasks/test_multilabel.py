@@ -40,7 +40,7 @@ def test_metrics_agree_with_scikit_learn(seed, rows):
     rng = np.random.default_rng(seed)
     logits, truth = np.round(rng.normal(size=(rows, 3)), 1), rng.integers(0, 2, (rows, 3))
     found = TASK.metrics(predictions(TASK, logits, truth))
-    positive = logits > 0
+    positive = logits >= 0
     assert found["accuracy"] == pytest.approx((positive == truth).mean())
     f1 = [sk.f1_score(truth[:, k], positive[:, k], labels=[1], average="macro", zero_division=0) for k in range(3)]
     assert found["macro_f1"] == pytest.approx(np.mean(f1))
@@ -52,9 +52,9 @@ def test_metrics_agree_with_scikit_learn(seed, rows):
     assert found["macro_auc"] == pytest.approx(np.mean(auc) if auc else math.nan, abs=1e-6, nan_ok=True)
 
 
-def test_the_threshold_is_logit_zero_exactly():
+def test_a_label_is_predicted_from_logit_zero_on():
     task = Multilabel(("x",))
-    found = task.metrics(predictions(task, torch.tensor([[1e-8], [0.0], [-1e-8]]), [1, 0, 0]))
+    found = task.metrics(predictions(task, torch.tensor([[1e-8], [0.0], [-1e-8]]), [1, 1, 0]))
     assert found["accuracy"] == 1.0
 
 

@@ -34,6 +34,7 @@ class SlideModel(nn.Module):
 
     refuses: ClassVar[Mapping[str, str]] = {}
     images: ClassVar[bool] = False
+    torch_start: ClassVar[frozenset[str]] = frozenset()  # names of linear layers that keep PyTorch's start values
     settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
     drop_path: float
     checkpointing: bool
@@ -149,8 +150,10 @@ class SlideTransformer(SlideModel):
 def initialise(model: nn.Module, seed: int) -> None:
     """Start values that depend on the seed and a parameter's name alone, so that paired arms share every weight of the same name.
 
-    Weights truncated normal (std 0.02), biases 0, norms 1 and 0; a gate or an adapter draws its own from a stream of its name.
+    Weights truncated normal (std 0.02), biases 0, norms 1 and 0; a gate or an adapter draws its own from a stream of its name, and
+    layers that a model lists as ``torch_start`` are uniform as PyTorch makes them.
     """
+    kept = model.torch_start if isinstance(model, SlideModel) else frozenset()
     gates = [f"{name}." for name, module in model.named_modules() if isinstance(module, Coefficient | Adapter)]
     for name, module in model.named_modules():
         if isinstance(module, SignedGate | Adapter):
@@ -159,7 +162,10 @@ def initialise(model: nn.Module, seed: int) -> None:
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{leaf}".lstrip(".")
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            if name in kept:
+                limit = 1 / math.sqrt(module.in_features)  # PyTorch's default for weight and bias alike
+                nn.init.uniform_(parameter, -limit, limit, generator=stream(seed, full))
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 nn.init.constant_(parameter, 1.0 if leaf == "weight" else 0.0)
             elif leaf == "bias":
                 nn.init.zeros_(parameter)

@@ -26,6 +26,7 @@ class ImageTransformer(SlideTransformer):
     """
 
     images: ClassVar[bool] = True
+    torch_start: ClassVar[frozenset[str]] = frozenset({"in_proj"})  # as the release's convolution
 
     def __init__(
         self, in_dim: int, num_outputs: int, *, blocks: Sequence[Block], num_patches: int = 289, drop_path: float = 0.1

@@ -151,7 +151,7 @@ class Multilabel(Task):
         return F.binary_cross_entropy_with_logits(logits, target.reshape(logits.shape).to(logits))
 
     def predict(self, logits: Tensor) -> Columns:
-        """Sigmoid, in double precision: then a probability above 0.5 is a logit above 0, however small."""
+        """Sigmoid, in double precision: then a probability of at least 0.5 is a logit of at least 0."""
         from scipy.special import expit
 
         probability = expit(as_numpy(logits))  # (B, K)
@@ -170,7 +170,7 @@ class Multilabel(Task):
         probability = predictions[self._probabilities].to_numpy(np.float64)
         if not len(truth):
             return dict.fromkeys(("macro_map", "macro_f1", "accuracy", "macro_auc"), float("nan"))
-        positive = probability > 0.5
+        positive = probability >= 0.5  # a label is predicted at logit >= 0, as in the release
         hits = (positive & truth).sum(0)
         f1 = 2.0 * hits / np.maximum(positive.sum(0) + truth.sum(0), 1)
         pairs = list(zip(probability.T, truth.T, strict=True))
@@ -189,7 +189,7 @@ class Multilabel(Task):
 
     def summary(self, predictions: pd.DataFrame) -> list[str]:
         """Slides per label that are more likely to have it than not."""
-        counts = [f"{name} {(predictions[f'prob_{name}'] > 0.5).sum()}" for name in self.labels]
+        counts = [f"{name} {(predictions[f'prob_{name}'] >= 0.5).sum()}" for name in self.labels]
         return [f"more likely than not: {', '.join(counts)}"]
 
     def matched(
