@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gated_srp import __version__, cli
 from gated_srp.cli import app, main, screen
-from gated_srp.errors import UserError
+from gated_srp.errors import Interrupted, UserError
 
 RESULTS = "cohort,arm,seed,metric,value\n" + "".join(
     f"A,{arm},{seed},auc,{value + seed / 1000}\n" for arm, value in (("na", 0.7), ("xsa", 0.8)) for seed in (42, 43)
@@ -140,7 +140,7 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch):
         assert code == 2 and f"pip install 'gated-srp[{extra}]'" in said
 
 
-def test_what_was_not_foreseen_keeps_its_traceback(monkeypatch):
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     def broken():
         raise ZeroDivisionError("a defect")
 
@@ -149,7 +149,15 @@ def test_what_was_not_foreseen_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(sys, "stderr", seen)
     with pytest.raises(ZeroDivisionError):
         main()
-    assert "this was not foreseen" in seen.getvalue()
+    assert "unexpected error" in seen.getvalue()
+
+
+def test_work_that_was_stopped_ends_with_status_130(monkeypatch):
+    def stopped():
+        raise Interrupted("saved. Start the same command again to go on.")
+
+    monkeypatch.setattr(cli, "app", stopped)
+    assert ended(monkeypatch, "train") == (130, "\x1b[33msaved. Start the same command again to go on.\x1b[0m\n")
 
 
 def test_a_python_warning_reaches_the_log(tmp_path, monkeypatch):

@@ -13,12 +13,16 @@ __all__ = [
     "UserError",
     "__version__",
     "attach",
+    "compare",
     "explain",
     "extract",
     "heatmap",
     "load_model",
     "report",
+    "reproduce",
+    "stats",
     "trace",
+    "tune",
 ]
 
 if TYPE_CHECKING:
@@ -30,18 +34,23 @@ if TYPE_CHECKING:
     from gated_srp.reports.page import report
     from gated_srp.slides.extract import extract
     from gated_srp.srp import GatedSRP, PatchGraph, trace
+    from gated_srp.study import compare, reproduce, stats, tune
 
 _HOMES = {
     "GatedSRP": "gated_srp.srp.module",
     "PatchGraph": "gated_srp.srp.graph",
     "UserError": "gated_srp.errors",
     "attach": "gated_srp.foreign.handle",
+    "compare": "gated_srp.study.comparison",
     "load_model": "gated_srp.models.store",
     "explain": "gated_srp.reports.explain",
     "extract": "gated_srp.slides.extract",
     "heatmap": "gated_srp.reports.heatmap",
     "report": "gated_srp.reports.page",
+    "reproduce": "gated_srp.study.reproduction",
+    "stats": "gated_srp.study.comparison",
     "trace": "gated_srp.srp.trace",
+    "tune": "gated_srp.study.tuning",
 }
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from study.study_cells import cells, finish
 
 from gated_srp.reports.study import write_comparison
-from gated_srp.study.collect import collect, compare_cells
+from gated_srp.study.comparison import collect, compare_cells
 
 HOSTILE = "<script>alert(1)</script>"
 SCORES = {"na": (0.60, 0.62, 0.61), "gated_srp": (0.710, 0.731, 0.719), "xsa": (0.60, 0.64, 0.58)}

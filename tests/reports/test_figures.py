@@ -8,7 +8,7 @@ from study.study_cells import cells, finish
 from gated_srp.reports.curves import macro_curve, precision_recall, roc
 from gated_srp.reports.figures import draw_signed_gate, draw_trajectories, read_gates
 from gated_srp.reports.study import write_comparison
-from gated_srp.study.collect import collect, compare_cells, predictions
+from gated_srp.study.comparison import collect, compare_cells
 
 
 @pytest.fixture
@@ -115,5 +115,5 @@ def test_precision_at_each_recall_by_hand():
 
 
 def test_a_macro_curve_is_the_mean_over_classes(done):
-    table = predictions(done[0])  # a: 0.9, 0.4 against 0.2, 0.3; b the mirror: both perfectly ordered
+    table = done[0].predictions()  # a: 0.9, 0.4 against 0.2, 0.3; b the mirror: both perfectly ordered
     assert macro_curve(table, roc).tolist() == [1.0] * 101

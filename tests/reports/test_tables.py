@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from gated_srp.reports.tables import Entry, Grid, as_csv, comparison_grid, latex, markdown, std_grid
-from gated_srp.study.results import compare
+from gated_srp.study.results import compare_results as compare
 
 VALUES = {  # one cohort, two metrics, three seeds; b is better by far on the first, worse by nothing certain on the second
     ("na", "macro_f1"): (0.50, 0.60, 0.70),

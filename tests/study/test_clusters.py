@@ -10,10 +10,9 @@ import pytest
 from study.study_cells import cells, finish
 from training.toy_cohorts import open_config, write_cohort
 
-from gated_srp.cli.matrix_view import epochs
 from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.engine import Board
-from gated_srp.study.slurm import write_job_array
+from gated_srp.study.running import run_ray, write_job_array
 from gated_srp.training import train_run
 
 # Eight steps of which each is saved; ends when its lifeline does; says where it began.
@@ -43,7 +42,7 @@ def test_the_slurm_script_runs_one_cell_a_task(tmp_path):
     for line in ("--array=0-3", "--time=180", "--mem=15G", "--gres=gpu:1", "--signal=B:TERM@120", "--requeue"):
         assert f"#SBATCH {line}\n" in text
     assert (
-        f"exec {sys.executable} -m gated_srp.study.cell '{tmp_path}/a folder/cells.jsonl' \"$SLURM_ARRAY_TASK_ID\""
+        f"exec {sys.executable} -m gated_srp.study.worker '{tmp_path}/a folder/cells.jsonl' \"$SLURM_ARRAY_TASK_ID\""
         in text
     )
     specs = (tmp_path / "a folder" / "cells.jsonl").read_text().splitlines()
@@ -54,7 +53,7 @@ def test_a_task_of_the_array_does_its_line_and_leaves_a_finished_cell_alone(tmp_
     found = cells(tmp_path)
     finish(found[2])
     script = write_job_array(tmp_path / "slurm", found, seconds=1, memory=1, gpu=False)
-    command = [sys.executable, "-m", "gated_srp.study.cell", str(script.with_name("cells.jsonl")), "2"]
+    command = [sys.executable, "-m", "gated_srp.study.worker", str(script.with_name("cells.jsonl")), "2"]
     assert subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode == 0
 
 
@@ -75,10 +74,10 @@ def two_machines():
         cluster.shutdown()
 
 
-def lose_one(cluster, nodes, found, begun) -> Callable[[], None]:
-    """A `tick` that takes one machine away when all cells have begun."""
+def lose_one(cluster, nodes, found, begun) -> Callable[[object], None]:
+    """A progress callback that takes one machine away when all cells have begun."""
 
-    def tick() -> None:
+    def tick(event) -> None:
         if len(nodes) == 2 and all(begun(cell) for cell in found):
             cluster.remove_node(nodes.pop(), allow_graceful=False)
 
@@ -87,15 +86,12 @@ def lose_one(cluster, nodes, found, begun) -> Callable[[], None]:
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_lost_machines_cell_goes_on_elsewhere_from_its_last_state(tmp_path, two_machines):
-    from gated_srp.study.ray_engine import run_ray
-
     cluster, nodes = two_machines
     script = tmp_path / "cell.py"
     script.write_text(CELL)
     found = cells(tmp_path / "runs", ("na", "xsa"), (42,))
-    board = Board(found)
-    lose = lose_one(cluster, nodes, found, lambda cell: (cell.key / "step").exists())
-    run_ray(board, command=(sys.executable, str(script)), tick=lose)
+    board = Board(found, lose_one(cluster, nodes, found, lambda cell: (cell.key / "step").exists()))
+    run_ray(board, command=(sys.executable, str(script)))
     assert len(nodes) == 1
     assert [board[cell].state for cell in found] == ["finished", "finished"]
     starts = sorted((cell.key / "starts").read_text().split() for cell in found)
@@ -105,13 +101,11 @@ def test_a_lost_machines_cell_goes_on_elsewhere_from_its_last_state(tmp_path, tw
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_training_that_loses_its_machine_ends_with_the_metrics_of_training_that_does_not(tmp_path, two_machines):
-    from gated_srp.study.ray_engine import run_ray
-
     cluster, nodes = two_machines
     cohort = write_cohort(tmp_path, slides=24, train={"epochs": 20})
     found = plan(open_config(cohort), [Row.of("na"), Row.of("gated_srp")], [42])
-    board = Board(found)
-    run_ray(board, tick=lose_one(cluster, nodes, found, lambda cell: epochs(cell) > 2))
+    board = Board(found, lose_one(cluster, nodes, found, lambda cell: cell.epochs_done() > 2))
+    run_ray(board)
     assert len(nodes) == 1
     assert [(board[cell].state, board[cell].tries) for cell in found] == [("finished", 1)] * 2
     went_on = [re.findall(r"goes on at epoch (\d+)", (cell.key / "log.txt").read_text()) for cell in found]

@@ -8,7 +8,7 @@ from training.toy_cohorts import open_config, write_cohort
 from typer.testing import CliRunner
 
 from gated_srp.cli import studies
-from gated_srp.cli.matrix_view import showing
+from gated_srp.cli.progress import show_progress
 from gated_srp.errors import UserError
 from gated_srp.study.cells import Row, plan
 from gated_srp.study.engine import Board
@@ -69,14 +69,14 @@ def test_a_terminal_shows_one_table_and_a_pipe_lines(cohort, tmp_path):
     config = open_config(cohort, out=str(tmp_path))
     board = Board(plan(config, [Row.of("na"), Row.of("xsa")], [42, 43]))
     terminal = Console(record=True, force_terminal=True, width=80, file=(tmp_path / "t").open("w"))
-    with showing(board, terminal):
+    with show_progress(terminal) as board.progress:
         board.set(board.cells[0], "running")
-        board.set(board.cells[1], "failed", "no luck")
+        board.set(board.cells[1], "failed", UserError("no luck"))
     text = terminal.export_text()
     terminal.file.close()
     assert all(word in text for word in ("1 running, 2 waiting, 1 failed", "42", "43", "epoch 0/2", "waiting"))
     pipe = Console(record=True, file=(tmp_path / "p").open("w"))
-    with showing(board, pipe):
-        board.set(board.cells[1], "failed", "no luck")
+    with show_progress(pipe) as board.progress:
+        board.set(board.cells[1], "failed", UserError("no luck"))
     pipe.file.close()
     assert pipe.export_text() == "toy xsa seed 42: FAILED twice, the rest goes on: no luck\n"

@@ -7,7 +7,7 @@ import time
 import pytest
 from study.study_cells import cells, finish
 
-from gated_srp.study.engine import Board, Slot, environment, local_slots, run_local
+from gated_srp.study.engine import Board, Slot, local_slots, run_local
 
 CELL = """
 import json, os, signal, sys, pathlib
@@ -17,11 +17,12 @@ folder.mkdir(parents=True, exist_ok=True)
 with (folder / "tries").open("a") as file:
     file.write(os.environ["OMP_NUM_THREADS"] + "\\n")
 if cell["seed"] == 13:
-    sys.exit("error: this seed is unlucky")
+    print(json.dumps({"error": {"what": "this seed is unlucky", "where": "seed 13"}}), flush=True)
+    sys.exit(2)
 if cell["seed"] == 9:
     os.kill(os.getpid(), signal.SIGKILL)
 if cell["seed"] == 7 and len((folder / "tries").read_text().split()) < 2:
-    sys.exit("error: once")
+    sys.exit("once")
 if cell["seed"] == 99:
     sys.stdin.read()  # waits for its lifeline
     (folder / "saved").write_text("")
@@ -48,15 +49,15 @@ def test_a_half_done_matrix_runs_what_is_missing(tmp_path, command):
     finish(found[3])
     board = Board(found)
     told = []
-    board.tell = lambda cell, status: told.append((str(cell), status.state))
+    board.progress = lambda event: told.append((event.text, event.done, event.total)) if event.text else None
     run_local(board, [Slot(1)], command=command)
     assert [tries(cell) for cell in found] == [0, 1, 1, 0]
     assert len(board.of("finished")) == 4
-    assert told == [
-        ("toy gated_srp seed 1", "running"),
-        ("toy gated_srp seed 1", "finished"),
-        ("toy na seed 2", "running"),
-        ("toy na seed 2", "finished"),
+    assert [(text.split(", ")[0], *counts) for text, *counts in told] == [
+        ("toy gated_srp seed 1: started", 2, 4),
+        ("toy gated_srp seed 1: finished in 0 s", 3, 4),
+        ("toy na seed 2: started", 3, 4),
+        ("toy na seed 2: finished in 0 s", 4, 4),
     ]
 
 
@@ -65,7 +66,8 @@ def test_a_cell_that_always_fails_is_tried_twice_while_the_rest_goes_on(tmp_path
     board = Board(found)
     run_local(board, [Slot(1)], command=command)
     assert [board[cell].state for cell in found] == ["failed", "finished", "finished"]
-    assert board[found[0]].said == "this seed is unlucky"
+    error = board[found[0]].error
+    assert (error.where, error.what, str(error)) == ("seed 13", "this seed is unlucky", "seed 13: this seed is unlucky")
     assert [tries(cell) for cell in found] == [2, 1, 1]
 
 
@@ -81,26 +83,25 @@ def test_a_process_that_is_killed_takes_its_own_cell_only(tmp_path, command):
     board = Board(found)
     run_local(board, [Slot(1), Slot(1)], command=command)
     assert [board[cell].state for cell in found] == ["failed", "finished"]
-    assert board[found[0]].said == "ended by SIGKILL, perhaps for lack of memory"
+    assert str(board[found[0]].error) == "ended by SIGKILL, perhaps for lack of memory"
 
 
 def test_a_process_that_ends_well_without_a_result_has_failed(tmp_path):
     found = cells(tmp_path, ("na",), (1,))
     board = Board(found)
     run_local(board, [Slot(1)], command=(sys.executable, "-c", "input()"))
-    assert (board[found[0]].state, board[found[0]].said) == ("failed", "ended with status 0")
+    assert (board[found[0]].state, str(board[found[0]].error)) == ("failed", "ended with status 0")
 
 
 def test_cells_that_run_when_the_study_is_stopped_may_save(tmp_path, command):
     found = cells(tmp_path, ("na",), (99, 1))
-    board = Board(found)
 
-    def stop():
+    def stop(event):
         if tries(found[0]):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_local(board, [Slot(1)], tick=stop, command=command)
+        run_local(Board(found, stop), [Slot(1)], command=command)
     assert (found[0].key / "saved").exists()
     assert tries(found[1]) == 0
 
@@ -111,7 +112,7 @@ def test_a_cell_ends_when_the_process_that_started_it_is_killed(tmp_path):
 
     cell = cells(tmp_path, ("na",), (1,))[0]
     with cell.run.lock():
-        process = subprocess.Popen([sys.executable, "-m", "gated_srp.study.cell"], stdin=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-m", "gated_srp.study.worker"], stdin=subprocess.PIPE, text=True)
         process.stdin.write(json.dumps(cell.spec()) + "\n")
         process.stdin.flush()
         time.sleep(0.2)
@@ -130,5 +131,5 @@ def test_cells_share_the_threads_and_the_memory():
 
 def test_a_cell_sees_its_own_device_only(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
-    assert environment(Slot(3, 1))["CUDA_VISIBLE_DEVICES"] == "6"
-    assert environment(Slot(3, 1))["OMP_NUM_THREADS"] == "3"
+    assert Slot(3, 1).environment()["CUDA_VISIBLE_DEVICES"] == "6"
+    assert Slot(3, 1).environment()["OMP_NUM_THREADS"] == "3"

@@ -7,8 +7,8 @@ import pytest
 
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS
-from gated_srp.study.published import read_published
-from gated_srp.study.results import compare
+from gated_srp.study.paper import read_published
+from gated_srp.study.results import compare_results as compare
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

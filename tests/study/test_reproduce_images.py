@@ -7,11 +7,11 @@ import pytest
 from image_cohorts import write_image
 
 from gated_srp.config import COHORTS
-from gated_srp.study.cell import run_cell
 from gated_srp.study.cells import Cell
-from gated_srp.study.collect import collect
-from gated_srp.study.judge import beside_published
-from gated_srp.study.reproduce import Sources, plan_study, read_studies
+from gated_srp.study.comparison import collect
+from gated_srp.study.paper import Sources, plan_study, read_studies
+from gated_srp.study.reproduction import beside_published
+from gated_srp.study.worker import run_cell
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"
 SMALL = {

@@ -10,14 +10,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from gated_srp.cli.studies import stats
+from gated_srp.cli import studies
 from gated_srp.errors import UserError
-from gated_srp.study.predictions import metrics_of, split_ratio, with_bootstrap
-from gated_srp.study.results import compare, find_arm, read_results
+from gated_srp.study.comparison import metrics_of, stats
+from gated_srp.study.results import compare_results as compare
+from gated_srp.study.results import find_arm, read_results
 from gated_srp.tasks import Classification, Multilabel, Survival
 
 app = typer.Typer()
-app.command()(stats)
+app.command()(studies.stats)
 
 
 def rows(cohort, arm, values, metric="macro_f1"):
@@ -221,10 +222,11 @@ def test_patients_are_resampled_where_run_folders_have_predictions(tmp_path):
             write_run(tmp_path / "A" / arm / f"seed{seed}", table, "slide")
             values[arm, seed] = task.metrics(table)["accuracy"]
     results = frame(*(rows("A", arm, [values[arm, 42], values[arm, 43]], "accuracy") for arm in ("na", "x")))
-    (cell,) = with_bootstrap(compare(results, "na"), tmp_path, repeats=100).cohorts
+    found = stats(results, runs=tmp_path, repeats=100)
+    (cell,) = found.cohorts
     assert cell.bootstrap.difference == pytest.approx(cell.statistics.plain.mean)
     assert 0 < cell.bootstrap.low < cell.bootstrap.difference < cell.bootstrap.high
-    assert split_ratio(tmp_path) == pytest.approx(2 / 6)
+    assert found.ratio == pytest.approx(2 / 6)
     results.to_csv(tmp_path / "r.csv", index=False)
     shown = CliRunner().invoke(app, [str(tmp_path / "r.csv"), "--runs", str(tmp_path), "--repeats", "50"])
     assert "over resampled patients +0." in shown.output
@@ -240,7 +242,7 @@ def test_survival_runs_are_resampled_by_their_case_table(tmp_path):
         misleading = cases.assign(slide="s", **task.predict(-logits))  # slides are not what survival is scored by
         misleading.to_csv(folder / "predictions_test_slide.csv", index=False)
     results = frame(rows("A", "na", [0.0], "c_index"), rows("A", "x", [1.0], "c_index"))
-    (cell,) = with_bootstrap(compare(results, "na"), tmp_path, repeats=20).cohorts
+    (cell,) = stats(results, runs=tmp_path, repeats=20).cohorts
     assert (cell.bootstrap.difference, cell.bootstrap.low, cell.bootstrap.high) == (1.0, 1.0, 1.0)
 
 
@@ -257,7 +259,7 @@ def test_broken_predictions_are_refused_by_name(tmp_path):
         write_run(tmp_path / "A" / arm / "seed42", pd.DataFrame({"slide": ["a"]}), "slide")
     results = frame(rows("A", "na", [0.0]), rows("A", "x", [1.0]))
     with pytest.raises(UserError, match="no column 'case'"):
-        with_bootstrap(compare(results, "na"), tmp_path)
+        stats(results, runs=tmp_path)
     (folder / "predictions_test_slide.csv").write_text("")
     with pytest.raises(UserError, match="cannot be read as predictions"):
-        with_bootstrap(compare(results, "na"), tmp_path)
+        stats(results, runs=tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from study.study_cells import cells, finish
-from study.test_reproduce import FOLDER
+from study.test_reproduction import FOLDER
 
 from gated_srp.errors import UserError
 from gated_srp.reports.curves import precision_recall
@@ -15,10 +15,10 @@ from gated_srp.reports.page.contents import read_contents
 from gated_srp.reports.reproduction import reproduction_grid
 from gated_srp.reports.study import write_comparison
 from gated_srp.reports.tables import tone_colour
-from gated_srp.study.collect import collect, compare_cells
-from gated_srp.study.judge import beside_published
-from gated_srp.study.predictions import read_predictions
-from gated_srp.study.reproduce import Sources, read_studies
+from gated_srp.study.cells import read_predictions
+from gated_srp.study.comparison import collect, compare_cells
+from gated_srp.study.paper import read_studies
+from gated_srp.study.reproduction import beside_published, reproduce
 
 COLUMNS = ["cohort", "arm", "seed", "metric", "value"]
 
@@ -49,13 +49,8 @@ def test_a_study_of_some_cohorts_has_their_columns_alone():
 
 
 def test_a_cohort_that_a_study_does_not_have_is_said(tmp_path):
-    from gated_srp.cli.reproduce_run import reproduce_studies
-    from gated_srp.cli.study_run import Running
-
     with pytest.raises(UserError, match=r"survival has no such cohort\. Its cohorts: TCGA-KIRC, TCGA-KIRP"):
-        reproduce_studies(
-            "survival", Sources({}, {}, tmp_path), cohorts=["BRACS"], seeds=[], dry_run=True, running=Running()
-        )
+        reproduce("survival", out=tmp_path, cohorts=["BRACS"], dry_run=True)
 
 
 def test_a_comparison_lists_the_folders_of_its_runs_and_the_page_finds_them_wherever_they_are_moved(tmp_path):
@@ -99,7 +94,7 @@ def test_green_is_better_also_where_less_is_better():
 
 def test_the_forest_is_coloured_only_where_the_interval_excludes_zero(tmp_path):
     from gated_srp.reports.figures import draw_pairs
-    from gated_srp.study.results import compare
+    from gated_srp.study.results import compare_results as compare
 
     base, clear, noise = (0.50, 0.51, 0.52), (0.70, 0.712, 0.721), (0.49, 0.53, 0.51)
     rows = [

@@ -1,4 +1,4 @@
-"""The command line. Commands are thin: they parse, import what they need, call one function, print.
+"""The command line. A command parses its options, calls one function of `gated_srp`, and prints what it returns.
 
 Nothing heavy is imported at the top of this package: ``gated-srp --help`` must answer at once.
 """
@@ -14,7 +14,7 @@ import typer
 from gated_srp import __version__
 from gated_srp.cli import bench, data, first, models, predict, runs, screen, slides, studies
 from gated_srp.cli.screen import LOG
-from gated_srp.errors import UserError
+from gated_srp.errors import Interrupted, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 
-# Which extra brings a package that may be missing; `train` brings the others.
+# Which extra installs a package that may be missing; `train` installs the others.
 _EXTRAS = {
     **dict.fromkeys(("openslide", "tiffslide"), "slides"),
     **dict.fromkeys(("transformers", "huggingface_hub", "efficientnet_lite_pytorch"), "encoders"),
@@ -43,10 +43,10 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more: settings, files, versions.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but warnings and errors.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more: settings, files, versions.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
     log: Annotated[
-        Path | None, typer.Option("--log", help="Write everything to this file too, details included.")
+        Path | None, typer.Option("--log", help="Also write everything, with details, to this file.")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -55,7 +55,7 @@ def options(
     LOG.debug("gated-srp %s, Python %s: %s", __version__, sys.version.split()[0], shlex.join(sys.argv))
 
 
-# One line a command, in the order of a user's day.
+# One line per command, in the order in which a user needs them.
 app.command("demo")(first.demo)
 app.command("init")(first.init)
 app.command("extract")(slides.extract)
@@ -77,13 +77,16 @@ app.command("bench")(bench.bench)
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with one message and exit status 2, never a traceback."""
+    """Entry point: a user's mistake ends with one message and exit status 2, never a traceback; stopped work with 130."""
     logging.captureWarnings(True)
     screen.begin()  # until the options are read
     try:
         app()
     except UserError as error:
         _refuse(error, str(error))
+    except Interrupted as stopped:
+        LOG.warning("%s", stopped)
+        raise SystemExit(130) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("gated_srp"):
             raise
@@ -91,9 +94,7 @@ def main() -> None:
         cure = f"Install it with: pip install 'gated-srp[{extra}]'"
         _refuse(error, f"this command needs the package {error.name!r}. {cure}")
     except Exception:
-        LOG.critical(
-            "error: this was not foreseen. Please report it, with the command and the lines below.", exc_info=True
-        )
+        LOG.critical("unexpected error. Please report it, with the command and the lines below.", exc_info=True)
         raise
 
 

@@ -24,7 +24,10 @@ from gated_srp.cli.screen import LOG, progress_console, say
 from gated_srp.progress import Event, Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
+
+    from gated_srp.study.cells import Cell
+    from gated_srp.study.engine import Board
 
 _EVERY = 30.0  # seconds between plain lines of a text that changes all the time
 _RENEW = 1.0  # seconds between two tables of cells
@@ -94,8 +97,6 @@ class _Terminal:
 
     def close(self) -> None:
         if self._live is not None:
-            from gated_srp.cli.matrix_view import cell_table
-
             self._live.update(cell_table(self._board), refresh=True)
             self._live.stop()
         if self._bars is not None:
@@ -117,8 +118,6 @@ class _Terminal:
         )
 
     def _cells(self, event: Event) -> None:
-        from gated_srp.cli.matrix_view import cell_table
-
         if event.text:
             LOG.info("%s", event.text)
         self._board = event.data
@@ -150,6 +149,53 @@ def _bars(console: Console) -> Any:
     bars = Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
     bars.start()
     return bars
+
+
+# A study -------------------------------------------------------------------------------------------------------------
+
+
+def cell_table(board: Board) -> Group:
+    """Rows are arms of a cohort, columns seeds."""
+    from rich.console import Group
+    from rich.table import Table
+
+    units = list(dict.fromkeys(cell.unit for cell in board.cells))
+    at = {(cell.cohort, cell.row, cell.unit): cell for cell in board.cells}
+    counts = {state: len(board.of(state)) for state in ("finished", "running", "waiting", "failed")}
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    table = Table(pad_edge=False)
+    cohorts = len({cell.cohort for cell in board.cells}) > 1
+    for name in (*(["cohort", "arm"] if cohorts else ["arm"]), *units):
+        table.add_column(name, no_wrap=True)
+    for cohort, row in dict.fromkeys((cell.cohort, cell.row) for cell in board.cells):
+        texts = [_state(at[cohort, row, unit], board) if (cohort, row, unit) in at else "" for unit in units]
+        table.add_row(*([cohort] if cohorts else []), row, *texts)
+    return Group(f"{summary}{_time_left(board)}", table)  # not the table's title, which would be folded to its width
+
+
+def _state(cell: Cell, board: Board) -> str:
+    from gated_srp.study.engine import score
+
+    status = board[cell]
+    if status.state == "finished":
+        return f"[green]{score(cell)}[/]"
+    if status.state == "running":
+        return f"[cyan]epoch {cell.epochs_done()}/{cell.config.train.epochs}[/]"
+    if status.state == "failed":
+        return "[bold red]failed[/]"
+    return "[yellow]again[/]" if status.tries else "[dim]waiting[/]"
+
+
+def _time_left(board: Board) -> str:
+    """An estimate from the cells that this study has finished."""
+    from gated_srp.training.progress import spoken
+
+    took = [board[cell].seconds for cell in board.of("finished") if not board[cell].before]
+    todo, running = len(board.of("waiting")), len(board.of("running"))
+    if not took or not (todo or running):
+        return ""
+    mean = sum(took) / len(took)
+    return f"; about {spoken(mean * (todo + running / 2) / max(running, 1))} left"
 
 
 @contextmanager

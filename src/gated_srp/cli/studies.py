@@ -1,17 +1,23 @@
 """Commands on results of many runs."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gated_srp.cli.screen import say
 
 if TYPE_CHECKING:
-    from gated_srp.cli.study_run import Running
-    from gated_srp.study.results import Comparison
+    from gated_srp.study.reproduction import ReproducedStudy
+    from gated_srp.study.running import Cost
+
+_LONG = 3600.0  # seconds from which on a person is asked
 
 
 class Engine(StrEnum):
@@ -23,29 +29,33 @@ class Engine(StrEnum):
 
 
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", "-j", min=1, help="Cells at a time; as many as cores, memory and devices allow.")
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Cells at a time; by default as many as cores, memory and devices allow."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a study of more than an hour.")]
 Where = Annotated[
-    Engine, typer.Option("--engine", help="This machine, a Ray cluster, or a Slurm script to submit yourself.")
+    Engine, typer.Option("--engine", help="This machine, a Ray cluster, or a Slurm script that you submit yourself.")
 ]
 Address = Annotated[str | None, typer.Option("--address", help="Of the Ray cluster, e.g. auto or ray://host:10001.")]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; those of the YAML.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; by default those of the YAML.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's `out`.")]
 
 
 def compare(
     cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
-    arms: Annotated[str | None, typer.Option("--arms", help="E.g. na,xsa,gated_srp; those of the YAML.")] = None,
+    arms: Annotated[
+        str | None, typer.Option("--arms", help="E.g. na,xsa,gated_srp; by default those of the YAML.")
+    ] = None,
     seeds: Seeds = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A fair small version: fewer epochs and seeds for all arms alike.")
     ] = False,
     reference: Annotated[
-        str | None, typer.Option("--reference", "-r", help="What others are compared with; na, else the first arm.")
+        str | None, typer.Option("--reference", "-r", help="The arm to compare with; na, or else the first arm.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's.")] = None,
+    out: Out = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of tables and figures; OUT/COHORT/comparison.")
+        Path | None, typer.Option("--output", "-o", help="Folder for tables and figures; OUT/COHORT/comparison.")
     ] = None,
     bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="How often patients are resampled.")] = 200,
     jobs: Jobs = None,
@@ -53,63 +63,67 @@ def compare(
     engine: Where = Engine.local,
     address: Address = None,
 ) -> None:
-    """Train arms x seeds on identical splits, and say what the paired differences show. Start it again to go on."""
-    from gated_srp.cli.study_run import compare_arms
-    from gated_srp.config.load import load_config
+    """Train arms x seeds on identical splits and say what the paired differences show. Run it again to resume."""
+    import gated_srp
 
-    config = load_config(cohort, {"out": str(out)} if out else None)
-    failed = compare_arms(
-        config,
-        arms=_words(arms) or config.arms,
-        seeds=_numbers(seeds) or config.seeds,
-        quick=quick,
-        reference=reference,
-        output=output,
-        bootstrap=bootstrap,
-        running=_running(jobs, yes, engine, address),
-    )
-    if failed:
+    with _study(jobs, yes, engine, address) as running:
+        found = gated_srp.compare(
+            cohort,
+            arms=_words(arms),
+            seeds=_numbers(seeds),
+            reference=reference,
+            quick=quick,
+            out=out,
+            output=output,
+            bootstrap=bootstrap,
+            **running,
+        )
+    if _submitted(found.script):
+        return
+    say(f"\n{found.verdict}")
+    say(f"written: {found.folder} ({len(found.files)} files)")
+    if found.failed:
         raise typer.Exit(1)
 
 
 def tune(
     cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
-    arm: Annotated[str, typer.Option("--arm", help="Whose gate.")] = "gated_srp",
+    arm: Annotated[str, typer.Option("--arm", help="The arm whose gate is tuned.")] = "gated_srp",
     seeds: Seeds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer epochs and seeds; for `compare --quick`.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's.")] = None,
+    out: Out = None,
     jobs: Jobs = None,
     yes: Yes = False,
     engine: Where = Engine.local,
     address: Address = None,
 ) -> None:
-    """Choose delta and hidden width on validation, within each seed, and freeze them for `compare`; say the optimism."""
-    from gated_srp.cli.study_run import tune_gate
-    from gated_srp.config.load import load_config
+    """Choose delta and hidden width on validation, within each seed, and freeze them for `compare`; report the optimism."""
+    import gated_srp
 
-    config = load_config(cohort, {"out": str(out)} if out else None)
-    tune_gate(
-        config,
-        arm=arm,
-        seeds=_numbers(seeds) or config.seeds,
-        quick=quick,
-        running=_running(jobs, yes, engine, address),
-    )
+    with _study(jobs, yes, engine, address) as running:
+        found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), quick=quick, out=out, **running)
+    if not _submitted(found.script):
+        say(found.verdict)
+        say(f"written: {found.files[0]}; `gated-srp compare` shows it as {arm}_tuned")
 
 
 def reproduce(
     name: Annotated[
-        str, typer.Argument(help="A table or figure of the paper, e.g. survival; `all`; --list shows them.")
+        str, typer.Argument(help="A table or figure of the paper, e.g. survival, or `all`; --list names them.")
     ] = "",
     features: Annotated[
         list[str] | None,
         typer.Option("--features", help="Folder of feature files (ADP: of images), or COHORT=FOLDER; repeatable."),
     ] = None,
     labels: Annotated[
-        list[str] | None, typer.Option("--labels", help="Folder of the public label files, or COHORT=PATH.")
+        list[str] | None, typer.Option("--labels", help="Folder of the public label files, or COHORT=PATH; repeatable.")
     ] = None,
-    cohorts: Annotated[str | None, typer.Option("--cohorts", help="Some of the study's, e.g. KIRC,KIRP.")] = None,
-    seeds: Seeds = None,
+    cohorts: Annotated[
+        str | None, typer.Option("--cohorts", help="Only these of the study's cohorts, e.g. KIRC,KIRP.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; by default the paper's.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where runs, tables and figures are written.")] = Path("runs"),
     change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.workers=4.")] = None,
     dry_run: Annotated[
@@ -121,30 +135,140 @@ def reproduce(
     engine: Where = Engine.local,
     address: Address = None,
 ) -> None:
-    """Do a study of the paper again: its rows and columns, with the published numbers and the differences beside ours."""
-    from gated_srp.cli.reproduce_run import list_studies, reproduce_studies
-    from gated_srp.errors import UserError
-    from gated_srp.study.reproduce import Sources
+    """Repeat a study of the paper: its rows and columns, with the published numbers and the differences beside ours."""
+    import gated_srp
 
     if listing or not name:
-        list_studies()
+        _list_studies()
         return
+    with _study(jobs, yes, engine, address) as running:
+        found = gated_srp.reproduce(
+            name,
+            features=_by_cohort(features, "features"),
+            labels=_by_cohort(labels, "labels"),
+            cohorts=_words(cohorts),
+            seeds=_numbers(seeds),
+            out=out,
+            settings=_settings(change),
+            dry_run=dry_run,
+            **running,
+        )
+    if dry_run:
+        for one in found.studies:
+            _show_plan(one)
+        say(f"{found.runs} distinct runs")
+    elif not _submitted(found.script):
+        for one in found.studies:
+            if one.command:
+                say(f"{one.study.name}: run `{one.command}`")
+            if one.text:
+                say(f"\n{one.text}")
+            if one.files:
+                say(f"written: {one.folder} ({len(one.files)} files)")
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def stats(
+    results: Annotated[Path, typer.Argument(help="A table with the columns cohort, arm, seed, metric, value.")],
+    reference: Annotated[str, typer.Option("--reference", "-r", help="The arm that others are compared with.")] = "na",
+    json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    ratio: Annotated[
+        float | None, typer.Option("--ratio", min=0.0, help="Test set over training set; 0.2 / 0.7 if unknown.")
+    ] = None,
+    lower: Annotated[
+        list[str] | None, typer.Option("--lower", help="A metric of which less is better; repeatable.")
+    ] = None,
+    runs: Annotated[
+        Path | None, typer.Option("--runs", help="Run folders COHORT/ARM/seed42: also resample their patients.")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often patients are resampled.")] = 1000,
+) -> None:
+    """Say what paired results from anywhere show, and no more: intervals, tests, power, a verdict in words."""
+    import gated_srp
+
+    found = gated_srp.stats(
+        results, reference=reference, ratio=ratio, lower_is_better=lower or (), runs=runs, repeats=repeats
+    )
+    if json is not None:
+        _write_json(found.as_json(), json)
+    for line in found.verdict.split("\n"):
+        say(line)
+
+
+# What the studies share ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _study(jobs: int | None, yes: bool, engine: Engine, address: str | None) -> Iterator[dict[str, Any]]:
+    """The arguments of a flow that say how it runs. A study that is declined ends with status 1."""
+    from gated_srp.cli.progress import show_progress
+    from gated_srp.study import Declined
+
+    with show_progress() as progress:
+        try:
+            yield {
+                "jobs": jobs,
+                "engine": engine.value,
+                "address": address,
+                "confirm": _confirm(yes),
+                "progress": progress,
+            }
+        except Declined:
+            raise typer.Exit(1) from None
+
+
+def _confirm(yes: bool) -> Callable[[Cost], bool]:
+    """Ask a person, if there is one, before more than an hour."""
+
+    def confirm(cost: Cost) -> bool:
+        asks = cost.seconds > _LONG and not yes and sys.stdin.isatty()
+        return typer.confirm("Start?", default=True) if asks else True
+
+    return confirm
+
+
+def _submitted(script: Path | None) -> bool:
+    """Whether there is only a Slurm script."""
+    if script is not None:
+        say(
+            f"written: {script}\nSubmit it with `sbatch {script}`; when it is done, run this command again to see the results."
+        )
+    return script is not None
+
+
+def _list_studies() -> None:
+    from gated_srp.study.paper import read_studies, studies_folder
+
+    for study in read_studies("all", studies_folder()):
+        about = f"{len(study.columns)} cohorts x {len(study.rows)} rows" if study.rows else "nothing to train"
+        say(f"{study.name:<20} {study.title} ({about})")
+    say(f"{'all':<20} all of these, runs that several need counted once")
+
+
+def _show_plan(one: ReproducedStudy) -> None:
+    """Every cell with its settings, untuned rows apart."""
+    study, plan = one.study, one.plan()
+    own, more = plan[~plan["untuned"].astype(bool)], plan[plan["untuned"].astype(bool)]
+    what = f"drawn by `{study.command}`" if study.command else f"{len(own)} cells" if study.rows else "drawn at once"
+    say(f"{study.name}: {study.title}; {what}")
+    for part in (own, more):
+        if part is more and len(more):
+            say(f"{study.name}, beside them: {len(more)} cells of untuned rows")
+        for cell in part.itertuples():
+            say(f"  {cell.cohort:<11} {cell.row:<36} seed {cell.seed}  {cell.settings}")
+
+
+def _settings(given: list[str] | None) -> dict[str, str]:
+    from gated_srp.errors import UserError
+
     settings = {}
-    for item in change or []:
+    for item in given or []:
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise UserError(f"--set {item}: expected KEY=VALUE, e.g. --set train.workers=4.")
+            raise UserError("expected KEY=VALUE, e.g. --set train.workers=4.", where=f"--set {item}")
         settings[key] = value
-    sources = Sources(_by_cohort(features, "features"), _by_cohort(labels, "labels"), out, settings)
-    if reproduce_studies(
-        name,
-        sources,
-        cohorts=_words(cohorts),
-        seeds=_numbers(seeds),
-        dry_run=dry_run,
-        running=_running(jobs, yes, engine, address),
-    ):
-        raise typer.Exit(1)
+    return settings
 
 
 def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
@@ -159,15 +283,11 @@ def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
             cohort, place = "", item
         path = Path(place)
         if not path.exists():
-            raise UserError(f"--{option} {item}: no such file or folder. Expected a path, or COHORT=PATH.")
+            raise UserError(
+                "no such file or folder", where=f"--{option} {item}", cure="Expected a path, or COHORT=PATH."
+            )
         found[find_cohort(cohort).name if cohort else ""] = path.absolute()
     return found
-
-
-def _running(jobs: int | None, yes: bool, engine: Engine, address: str | None) -> "Running":
-    from gated_srp.cli.study_run import Running
-
-    return Running(jobs, yes, engine.value, address)
 
 
 def _words(given: str | None) -> tuple[str, ...]:
@@ -185,71 +305,14 @@ def _numbers(given: str | None) -> tuple[int, ...]:
     for word in _words(given):
         first, dash, last = word.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise UserError(f"--seeds {given}: {word!r} is no seed. Expected e.g. 42,43,44 or 42-46.")
+            raise UserError(f"{word!r} is no seed", where=f"--seeds {given}", cure="Expected e.g. 42,43,44 or 42-46.")
         found += range(int(first), int(last if dash else first) + 1)
     return tuple(dict.fromkeys(found))
 
 
-def stats(
-    results: Annotated[Path, typer.Argument(help="A table with the columns cohort, arm, seed, metric, value.")],
-    reference: Annotated[str, typer.Option("--reference", "-r", help="The arm that others are compared with.")] = "na",
-    json: Annotated[Path | None, typer.Option("--json", help="Write everything here too.")] = None,
-    ratio: Annotated[
-        float | None, typer.Option("--ratio", min=0.0, help="Test set over training set; 0.2 / 0.7 if unknown.")
-    ] = None,
-    lower: Annotated[list[str] | None, typer.Option("--lower", help="A metric of which less is better.")] = None,
-    runs: Annotated[
-        Path | None, typer.Option("--runs", help="Run folders COHORT/ARM/seed42: resample their patients too.")
-    ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often patients are resampled.")] = 1000,
-) -> None:
-    """Say what paired results from anywhere show, and no more: intervals, tests, power, a verdict in words."""
-    from gated_srp.study.results import LOWER_IS_BETTER, compare, read_results
-    from gated_srp.study.statistics import RATIO
-
-    frame, notes = read_results(results)
-    better_lower = LOWER_IS_BETTER | set(lower or ())
-    if runs is None:
-        comparison = compare(
-            frame, reference, ratio=RATIO if ratio is None else ratio, lower_is_better=better_lower, notes=notes
-        )
-    else:
-        from gated_srp.study.predictions import split_ratio, with_bootstrap  # needs torch, the rest does not
-
-        ratio = (split_ratio(runs) or RATIO) if ratio is None else ratio
-        comparison = compare(frame, reference, ratio=ratio, lower_is_better=better_lower, notes=notes)
-        comparison = with_bootstrap(comparison, runs, repeats=repeats)
-    if json is not None:
-        _write_json(comparison.as_json(), json)
-    for line in _lines(comparison):
-        say(line)
-
-
-def _lines(comparison: "Comparison") -> Iterator[str]:
-    for note in comparison.notes:
-        yield f"note: {note}"
-    for title, cells in (("per cohort, paired by seed", comparison.cohorts), ("across cohorts", comparison.across)):
-        yield f"\n{title}, against {comparison.reference}"
-        for cell in cells:
-            where = cell.metric if cell.cohort is None else f"{cell.cohort} {cell.metric}"
-            yield f"  {cell.arm}, {where}: {cell.means[0]:.4f} against {cell.means[1]:.4f}; {cell.verdict}"
-            found = cell.statistics
-            if found.n > 1:
-                corrected = "" if cell.cohort is None else f"corrected {found.corrected.p:.4f}, "
-                yield (
-                    f"      wins {found.wins}, losses {found.losses}, ties {found.ties}; p: t {found.plain.p:.4f}, "
-                    f"{corrected}Wilcoxon {found.wilcoxon_p:.4f}, Holm {cell.p_holm:.4f}"
-                )
-            if cell.bootstrap is not None:
-                drawn = cell.bootstrap
-                yield f"      over resampled patients {drawn.difference:+.4f} ({drawn.low:+.4f} to {drawn.high:+.4f})"
-
-
 def _write_json(content: object, path: Path) -> None:
     import json
-    import os
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    from gated_srp.files import write_whole
+
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

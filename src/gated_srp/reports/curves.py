@@ -16,7 +16,6 @@ from gated_srp.models import arm_title
 from gated_srp.reports.figures import COLOURS, STYLES, panels, save, tidy
 from gated_srp.reports.tables import short
 from gated_srp.study.cells import Cell
-from gated_srp.study.collect import predictions
 from gated_srp.tasks import find_task
 from gated_srp.tasks.survival_metrics import FollowUp, risk_groups
 
@@ -66,7 +65,7 @@ def _draw_groups(axis: Axes, cell: Cell) -> float:
     """Both curves of one run; the log-rank p, not a number where there is no test."""
     from gated_srp.models.store import load_card
 
-    table = predictions(cell)
+    table = cell.predictions()
     cases = FollowUp.of(table["time"], table["event"])
     median = load_card(cell.key / "model.safetensors")["median_risk"]
     found = risk_groups(table["risk"].to_numpy(np.float64), cases, median)
@@ -84,7 +83,7 @@ def draw_roc(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str 
     """One-vs-rest curves, mean over classes and seeds, band of one standard deviation over seeds."""
     figure, (left, right) = panels(2, width=4.2, height=3.8)
     for place, (row, cells) in enumerate(rows.items()):
-        tables = [predictions(cell) for cell in cells]
+        tables = [cell.predictions() for cell in cells]
         for axis, curve in ((left, roc), (right, precision_recall)):
             found = np.array([macro_curve(table, curve) for table in tables])  # (seeds, grid)
             _draw_band(axis, found, place, arm_title(row))
@@ -146,7 +145,7 @@ def draw_reliability(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, ma
     """Accuracy of the predicted class by its confidence, test slides of all seeds together; bars say how many slides that is."""
     figure, axes = panels(len(rows))
     for place, (axis, (row, cells)) in enumerate(zip(axes, rows.items(), strict=True)):
-        table = pd.concat([predictions(cell) for cell in cells], ignore_index=True)
+        table = pd.concat([cell.predictions() for cell in cells], ignore_index=True)
         probability = table[[name for name in table if str(name).startswith("prob_")]].to_numpy(np.float64)
         confidence, right = probability.max(1), (table["predicted"] == table["label"]).to_numpy(bool)
         number = np.minimum((confidence * _BINS).astype(int), _BINS - 1)

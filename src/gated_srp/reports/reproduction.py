@@ -11,8 +11,8 @@ import pandas as pd
 
 from gated_srp.reports.study import write, write_grids
 from gated_srp.reports.tables import Entry, Grid, best_of
-from gated_srp.study.judge import RULE
-from gated_srp.study.reproduce import Study
+from gated_srp.study.paper import Study
+from gated_srp.study.statistics import RULE
 
 Line = Mapping[Any, Any]  # a row of `beside_published`
 _MACHINES = (

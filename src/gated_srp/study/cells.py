@@ -1,6 +1,6 @@
-"""A study as cells: which runs it needs, where they live, and whether those of one seed share their split.
+"""A study as cells: which runs it needs, where they are, and whether those of one seed share their split.
 
-A cell is a run folder. Its place follows from what it computes (OUT/COHORT/ARM/seed42, or OUT/variants/SETTINGS/COHORT/ARM/seed42
+A cell is a run folder. Its path follows from what it computes (OUT/COHORT/ARM/seed42, or OUT/variants/SETTINGS/COHORT/ARM/seed42
 where settings differ from the cohort's), so studies that need the same run share it.
 """
 
@@ -12,7 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from gated_srp.config.cohort import CohortData
+from gated_srp.config.load import load_config
 from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.models import find_arm
@@ -24,7 +27,7 @@ QUICK_SEEDS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: an arm and what sets it apart. ``changes``: settings, ``{"window": 5, "model.delta": 1.0}``.
+    """A row of a table of results: an arm with changed settings, e.g. ``{"window": 5, "model.delta": 1.0}``.
 
     ``by_unit``: further changes for single seeds (or folds), by `Cell.unit`.
     """
@@ -36,7 +39,7 @@ class Row:
 
     @classmethod
     def of(cls, arm: str) -> Row:
-        """The arm as it is."""
+        """The arm with the cohort's own settings."""
         return cls(arm, arm)
 
 
@@ -65,22 +68,34 @@ class Cell:
 
     @property
     def key(self) -> Path:
-        """Cells of one key are one run."""
+        """The run folder; cells with the same key are one run."""
         return self.run.path
 
     @property
     def settings(self) -> dict[str, Any]:
         return settings_of(self.config, arm=self.arm, seed=self.seed)
 
+    def metrics(self, part: str = "test") -> dict[str, float | None]:
+        """Of a finished run, at the level that scores (slide or case); None: undefined."""
+        found: dict[str, Any] = self.run.read_json("metrics.json").get(part) or {}
+        return found.get(self.config.score) or {}
+
+    def predictions(self) -> pd.DataFrame:
+        """Of the test set, at the level that scores."""
+        return read_predictions(self.key / f"predictions_test_{self.config.score}.csv")
+
+    def epochs_done(self) -> int:
+        """How far a run in progress has come."""
+        try:
+            with (self.key / "history.csv").open(encoding="utf-8") as file:
+                return max((int(line.split(",", 1)[0]) for line in file if line[:1].isdigit()), default=0)
+        except OSError:
+            return 0
+
     def spec(self) -> dict[str, Any]:
-        """Plain values from which another process does the run; `from_spec` reads them."""
-        return {
-            "row": self.row,
-            "arm": self.arm,
-            "seed": self.seed,
-            "fold": self.fold,
-            "config": self.config.model_dump(mode="json"),
-        }
+        """Plain values for another process; `from_spec` reads them."""
+        plain = {name: getattr(self, name) for name in ("row", "arm", "seed", "fold")}
+        return plain | {"config": self.config.model_dump(mode="json")}
 
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any]) -> Cell:
@@ -90,17 +105,24 @@ class Cell:
         return f"{self.cohort} {self.row} seed {self.unit}"
 
 
+def cohort_config(cohort: str | Path | CohortConfig, out: str | Path | None = None) -> CohortConfig:
+    """The settings of a cohort: those given, or read from its YAML; ``out`` replaces where its runs are written."""
+    if isinstance(cohort, CohortConfig):
+        return cohort if out is None else cohort.model_copy(update={"out": Path(out)})
+    return load_config(Path(cohort), {"out": str(out)} if out else None)
+
+
 def unit_name(config: CohortConfig, seed: int, fold: int) -> str:
     """``42``, or ``42_fold0`` where the cohort has folds."""
     return f"{seed}_fold{fold}" if config.folds else str(seed)
 
 
 def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Cell, ...]:
-    """All cells of a cohort, seed by seed: a study that is stopped early has whole pairs."""
+    """All cells of a cohort, seed by seed, so that a study that is stopped early has complete pairs."""
     for row in rows:
         find_arm(row.arm)  # refuses an unknown name before anything runs
     if not rows or not seeds:
-        raise UserError(f"{config.name}: nothing to run; name at least one arm and one seed.")
+        raise UserError("nothing to run; name at least one arm and one seed.", where=config.name)
     cells = []
     for seed in seeds:
         for fold in range(config.folds.number if config.folds else 1):
@@ -111,7 +133,7 @@ def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tup
 
 
 def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> CohortConfig:
-    """The cohort with other settings; its runs live in a folder that is named after those that truly differ for this arm."""
+    """The cohort with other settings; its runs go into a folder named after the settings that really differ for this arm."""
     plain, base = config.model_dump(), config.resolved(arm)
     different = []
     for key, value in sorted(changes.items()):
@@ -125,7 +147,7 @@ def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> Cohor
 
 
 def quick_version(config: CohortConfig, seeds: Sequence[int]) -> tuple[CohortConfig, tuple[int, ...], str]:
-    """A small version that is fair: fewer epochs and seeds for all arms alike, in a folder of its own; and what to call it."""
+    """A fair small version (fewer epochs and seeds for all arms alike, in its own folder), and a note that says so."""
     epochs = max(2, round(config.train.epochs / QUICK_EPOCHS))
     epochs = min(epochs, config.train.epochs)
     kept = tuple(seeds[:QUICK_SEEDS])
@@ -136,7 +158,7 @@ def quick_version(config: CohortConfig, seeds: Sequence[int]) -> tuple[CohortCon
 
 
 def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
-    """One cell a run, the first."""
+    """One cell per run folder: the first."""
     found: dict[Path, Cell] = {}
     for cell in cells:
         found.setdefault(cell.key, cell)
@@ -144,7 +166,7 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 
 
 def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> None:
-    """What already lies in the folders was made with these settings and with the splits that ``data`` (by cohort) gives now."""
+    """Existing run folders must have been made with these settings and the splits that ``data`` (by cohort) now gives."""
     expected: dict[tuple[str, str], str] = {}
     for cell in distinct(cells):
         cell.run.refuse_other_settings(cell.settings)
@@ -154,13 +176,16 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
         there = split_hash(cell)
         if there is not None and there != expected.get(at, there):
             raise UserError(
-                f"{cell.key}: was trained on another split than the table gives now ({there[:12]}, expected {expected[at][:12]}), "
-                "so it cannot be paired. Restore the table, choose another `out`, or remove the folder."
+                f"was trained on another split than the table gives now ({there[:12]}, expected {expected[at][:12]}), "
+                "so it cannot be paired",
+                where=cell.key,
+                cure="Restore the table, choose another `out`, or remove the folder.",
+                kind="other_split",
             )
 
 
 def refuse_unpaired(cells: Iterable[Cell]) -> None:
-    """All finished cells of a cohort and seed have one split; else no difference of theirs means anything."""
+    """All finished cells of a cohort and seed must have the same split; otherwise their differences mean nothing."""
     seen: dict[tuple[str, str], tuple[str, Cell]] = {}
     for cell in distinct(cells):
         there = split_hash(cell)
@@ -169,15 +194,35 @@ def refuse_unpaired(cells: Iterable[Cell]) -> None:
         first, other = seen.setdefault((cell.cohort, cell.unit), (there, cell))
         if first != there:
             raise UserError(
-                f"{cell.key} and {other.key}: different splits ({there[:12]}, {first[:12]}), so they are no pair. "
-                "Remove the older folder and start the same command again."
+                f"different splits ({there[:12]}, {first[:12]}), so they are no pair",
+                where=f"{cell.key} and {other.key}",
+                cure="Remove the older folder and start the same command again.",
+                kind="other_split",
             )
 
 
 def split_hash(cell: Cell) -> str | None:
-    """That of a finished or begun run; None where there is neither."""
+    """Of a finished or started run; None if there is neither."""
     run = cell.run
     if not (run.finished or run.begun):
         return None
     found = run.read_json("metrics.json" if run.finished else "environment.json").get("split_hash")
     return None if found is None else str(found)
+
+
+_TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
+
+
+def read_predictions(path: str | Path) -> pd.DataFrame:
+    """A table of predictions: ids and class names stay text, and numbers are read to the last bit."""
+    try:
+        frame = pd.read_csv(path, dtype=_TEXT, keep_default_na=False, float_precision="round_trip")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot be read as predictions ({error})", where=path, cure="Run `gated-srp predict` again."
+        ) from None
+    if "case" not in frame:
+        raise UserError(
+            "no column 'case', so patients cannot be resampled", where=path, cure="Run `gated-srp evaluate` again."
+        )
+    return frame

@@ -21,15 +21,15 @@ _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", 
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One arm against the reference on one metric: in one cohort over seeds, or (``cohort`` None) over cohorts."""
+class Difference:
+    """One arm against the reference by one metric: in one cohort over seeds, or (``cohort`` None) over cohorts."""
 
     cohort: str | None
     arm: str
     metric: str
     means: tuple[float, float]  # arm, reference
     stds: tuple[float, float]
-    test: TTest  # that of which the verdict speaks
+    test: TTest  # the one that the verdict is about
     statistics: Paired
     missing: tuple[str, ...]  # seeds (or cohorts) that only one of the two has
     p_holm: float = math.nan
@@ -44,13 +44,65 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All arms against one reference. Holm's families are the cells of ``cohorts`` and those of ``across``."""
+    """All arms against one reference. Holm's families are the differences ``cohorts`` and ``across``.
+
+    In a notebook it shows itself as its ``table``; ``print(comparison)`` gives the verdicts in words.
+    """
 
     reference: str
     ratio: float
-    cohorts: tuple[Cell, ...]
-    across: tuple[Cell, ...]
+    cohorts: tuple[Difference, ...]
+    across: tuple[Difference, ...]
     notes: tuple[str, ...]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per arm, metric and cohort (missing: over cohorts), with the interval and the verdict."""
+        rows = [
+            {
+                "cohort": one.cohort,
+                "arm": one.arm,
+                "metric": one.metric,
+                "mean": one.means[0],
+                "reference": one.means[1],
+                "difference": one.test.mean,
+                "low": one.test.low,
+                "high": one.test.high,
+                "n": one.statistics.n,
+                "p_holm": one.p_holm,
+                "verdict": one.verdict,
+            }
+            for one in (*self.cohorts, *self.across)
+        ]
+        return pd.DataFrame(rows)
+
+    @property
+    def verdict(self) -> str:
+        """What the differences show, in words."""
+        return "\n".join(self._lines())
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def _repr_html_(self) -> str:
+        return f"<p>against {self.reference}</p>{self.table.to_html(index=False, na_rep='')}"
+
+    def _lines(self) -> Iterator[str]:
+        yield from (f"note: {note}" for note in self.notes)
+        for title, found in (("per cohort, paired by seed", self.cohorts), ("across cohorts", self.across)):
+            yield f"\n{title}, against {self.reference}"
+            for one in found:
+                where = one.metric if one.cohort is None else f"{one.cohort} {one.metric}"
+                yield f"  {one.arm}, {where}: {one.means[0]:.4f} against {one.means[1]:.4f}; {one.verdict}"
+                about = one.statistics
+                if about.n > 1:
+                    corrected = "" if one.cohort is None else f"corrected {about.corrected.p:.4f}, "
+                    yield (
+                        f"      wins {about.wins}, losses {about.losses}, ties {about.ties}; p: t {about.plain.p:.4f}, "
+                        f"{corrected}Wilcoxon {about.wilcoxon_p:.4f}, Holm {one.p_holm:.4f}"
+                    )
+                if one.bootstrap is not None:
+                    yield f"      over resampled patients {one.bootstrap}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is undefined is null."""
@@ -63,28 +115,34 @@ class Comparison:
         }
 
 
-def read_results(path: str | Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def read_results(results: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Results with text in all columns but ``value``, and notes on what is missing. An arm named "NA" stays an arm."""
-    frame, found = read_frame(path)
-    notes = tuple(note.line for note in found)
+    path: str | Path = "results"
+    notes: tuple[str, ...] = ()
+    if isinstance(results, pd.DataFrame):
+        frame = results.map(lambda value: None if pd.isna(value) else str(value))
+    else:
+        path = results
+        frame, found = read_frame(path)
+        notes = tuple(note.line for note in found)
     frame = frame.rename(columns={pick_column(frame, name, path): name for name in COLUMNS})[list(COLUMNS)]
     for name in COLUMNS[:-1]:
         if frame[name].isna().any():
-            raise UserError(f"{path}, row {frame.index[frame[name].isna()][0]}: {name!r} is empty. Fill it in.")
+            row = frame.index[frame[name].isna()][0]
+            raise UserError(f"{name!r} is empty", where=f"{path}, row {row}", cure="Fill it in.")
     frame["seed"] = frame["seed"].str.removesuffix(".0")
     value = pd.to_numeric(frame["value"], errors="coerce")
     strange = value.isna() & frame["value"].notna() & (frame["value"].str.casefold() != "nan") | np.isinf(value)
     if strange.any():
         row = frame.index[strange][0]
-        raise UserError(
-            f"{path}, row {row}: value {frame['value'][row]!r} is no finite number. Correct it or empty it."
-        )
+        what = f"value {frame['value'][row]!r} is no finite number"
+        raise UserError(what, where=f"{path}, row {row}", cure="Correct it or empty it.")
     frame["value"] = value.astype(np.float64)
     doubled = frame.duplicated(["cohort", "arm", "seed", "metric"])
     if doubled.any():
         row = frame.loc[frame.index[doubled][0]]
         cell = ", ".join(row[name] for name in COLUMNS[:-1])
-        raise UserError(f"{path}, row {row.name}: a second value for {cell}. Keep one row for each.")
+        raise UserError(f"a second value for {cell}", where=f"{path}, row {row.name}", cure="Keep one row for each.")
     if frame["value"].isna().any():
         notes = (*notes, f"{int(frame['value'].isna().sum())} rows have no value and are left out")
     return frame.dropna(subset="value").reset_index(drop=True), notes
@@ -95,11 +153,12 @@ def find_arm(results: pd.DataFrame, name: str) -> str:
     arms: list[str] = list(dict.fromkeys(results["arm"]))
     alike = [arm for arm in arms if arm == name] or [arm for arm in arms if arm.casefold() == name.casefold()]
     if len(alike) != 1:
-        raise UserError(f"reference {name!r} is not among the arms: {', '.join(arms) or 'none'}. Name one of them.")
+        what = f"reference {name!r} is not among the arms: {', '.join(arms) or 'none'}"
+        raise UserError(what, cure="Name one of them.")
     return alike[0]
 
 
-def compare(
+def compare_results(
     results: pd.DataFrame,
     reference: str,
     *,
@@ -122,7 +181,7 @@ def compare(
 
 def _cohort_cells(
     results: pd.DataFrame, reference: str, ratio: float, lower_is_better: Collection[str]
-) -> Iterator[Cell]:
+) -> Iterator[Difference]:
     for (metric, cohort), part in results.groupby(["metric", "cohort"], sort=False):
         wide = part.pivot(index="seed", columns="arm", values="value")
         for arm in dict.fromkeys(part["arm"]):
@@ -133,7 +192,7 @@ def _cohort_cells(
             found = paired(pairs[arm] - pairs[reference], ratio, lower_is_better=metric in lower_is_better)
             missing = tuple(sorted(both.index[both.isna().sum(axis=1) == 1]))
             means, stds = pairs.mean(), pairs.std(ddof=1)
-            yield Cell(
+            yield Difference(
                 cohort=str(cohort),
                 arm=arm,
                 metric=str(metric),
@@ -145,13 +204,13 @@ def _cohort_cells(
             )
 
 
-def _across_cells(cells: list[Cell], lower_is_better: Collection[str]) -> Iterator[Cell]:
+def _across_cells(cells: list[Difference], lower_is_better: Collection[str]) -> Iterator[Difference]:
     for arm, metric in dict.fromkeys((cell.arm, cell.metric) for cell in cells):
         family = [cell for cell in cells if (cell.arm, cell.metric) == (arm, metric)]
         means = np.array([cell.means for cell in family if cell.statistics.n]).reshape(-1, 2)
         differences = means[:, 0] - means[:, 1]
         some = len(means) > 0
-        yield Cell(
+        yield Difference(
             cohort=None,
             arm=arm,
             metric=metric,
@@ -163,7 +222,7 @@ def _across_cells(cells: list[Cell], lower_is_better: Collection[str]) -> Iterat
         )
 
 
-def _judged(cells: list[Cell], lower_is_better: Collection[str], unit: str) -> Iterator[Cell]:
+def _judged(cells: list[Difference], lower_is_better: Collection[str], unit: str) -> Iterator[Difference]:
     adjusted = holm([cell.test.p for cell in cells])
     family = int(np.count_nonzero(~np.isnan(adjusted)))
     for cell, p in zip(cells, adjusted, strict=True):
@@ -171,7 +230,7 @@ def _judged(cells: list[Cell], lower_is_better: Collection[str], unit: str) -> I
         yield replace(judged, verdict=verdict(judged, unit, family=family, lower=cell.metric in lower_is_better))
 
 
-def verdict(cell: Cell, unit: str, *, family: int, lower: bool) -> str:
+def verdict(cell: Difference, unit: str, *, family: int, lower: bool) -> str:
     """What the interval allows one to say."""
     n, test = cell.statistics.n, cell.test
     count = f"{_WORDS[n] if n < len(_WORDS) else n} {unit}{'' if n == 1 else 's'}"
@@ -193,7 +252,7 @@ def verdict(cell: Cell, unit: str, *, family: int, lower: bool) -> str:
     return f"{side} ({interval})" + (f", also after Holm's correction over {family} comparisons" if family > 1 else "")
 
 
-def _outlook(cell: Cell, unit: str) -> str:
+def _outlook(cell: Difference, unit: str) -> str:
     needed = cell.statistics.seeds_needed
     if round(cell.test.mean, 4) == 0:
         return ""
@@ -202,14 +261,14 @@ def _outlook(cell: Cell, unit: str) -> str:
     return f"; were it real, about {needed} {unit}s would show it"
 
 
-def _missing_notes(cells: list[Cell]) -> Iterator[str]:
+def _missing_notes(cells: list[Difference]) -> Iterator[str]:
     for cell in cells:
         if cell.missing:
             seeds = ", ".join(cell.missing)
             yield f"{cell.cohort}, {cell.metric}: seed {seeds} of only one of {cell.arm} and the reference; left out"
 
 
-def _plain(cell: Cell) -> dict[str, Any]:
+def _plain(cell: Difference) -> dict[str, Any]:
     found = cell.statistics
     row = {
         "cohort": cell.cohort,

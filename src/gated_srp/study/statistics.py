@@ -172,6 +172,49 @@ def seeds_needed(mean: float, spread: float, shared: float = 0.0) -> int | None:
     return high
 
 
+# Against a published number ------------------------------------------------------------------------------------------
+
+_PRINTED = 0.00005  # half of the last printed digit
+RULE = (
+    "compatible: the 95 % interval of (our mean - published mean) contains zero. Student's interval for two samples of seeds, ours "
+    "and the paper's five, with one pooled spread; where the paper prints no standard deviation, ours stands in for it; half of the "
+    "last printed digit is granted. In brackets how far off a mean may be: it says that seeds alone could explain the difference, "
+    "not that there is none."
+)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Our mean against a published one; ``word``: compatible, not compatible, or not judged."""
+
+    difference: float
+    low: float
+    high: float
+    word: str
+
+
+def judge(values: Sequence[float], published: float, std: float | None = None, *, seeds: int = 5) -> Judgement:
+    """By `RULE`. One seed is judged by the published spread; where there is none either, it is not judged.
+
+    >>> judge([0.70, 0.72, 0.74], 0.73, 0.02).word, judge([0.70, 0.70, 0.71], 0.90, 0.01).word
+    ('compatible', 'not compatible')
+    """
+    ours, n = np.asarray(values, dtype=np.float64), len(values)
+    difference = float(ours.mean()) - published if n else NAN
+    # Not Welch's interval: with two or three seeds its few degrees of freedom would call anything compatible.
+    freedom = (n - 1) + (0 if std is None else seeds - 1)
+    if not n or not freedom:
+        return Judgement(difference, NAN, NAN, "not judged")
+    squares = float(((ours - ours.mean()) ** 2).sum()) + (0.0 if std is None else (seeds - 1) * std**2)
+    error = math.sqrt(squares / freedom * (1 / n + 1 / seeds))
+    reach = _PRINTED + float(stats.t.ppf(0.975, freedom)) * error
+    word = "compatible" if abs(difference) <= reach else "not compatible"
+    return Judgement(difference, difference - reach, difference + reach, word)
+
+
+# Over patients -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Bootstrap:
     """A difference with the 95 % percentile interval over resampled patients."""
@@ -180,6 +223,9 @@ class Bootstrap:
     low: float
     high: float
     repeats: int  # those in which the metric was defined
+
+    def __str__(self) -> str:
+        return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
 
 
 def paired_bootstrap(

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
-from gated_srp.study.cells import Cell
-from gated_srp.study.predictions import read_predictions
+from gated_srp.study.cells import Cell, read_predictions
 
 _ABOUT = 20_000  # characters of about.txt that are shown
 

@@ -5,7 +5,7 @@ from study.study_cells import config, finish
 
 from gated_srp.errors import UserError
 from gated_srp.study.cells import plan
-from gated_srp.study.tune import (
+from gated_srp.study.tuning import (
     choose,
     freeze,
     frozen_path,

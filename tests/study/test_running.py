@@ -9,10 +9,12 @@ import typer
 from training.toy_cohorts import open_config, planted, write_cohort
 
 from gated_srp.checks.estimate import Machine
-from gated_srp.cli import study_run
+from gated_srp.cli import studies
 from gated_srp.config.cohort import open_cohort
+from gated_srp.errors import Interrupted
+from gated_srp.study import running
 from gated_srp.study.cells import Row, plan
-from gated_srp.study.cost import cost
+from gated_srp.study.running import cost
 
 SLOW = Machine("an abacus", 1e4, 4e9)
 FAST = Machine("a rocket", 1e15, 4e9)
@@ -46,14 +48,15 @@ def test_cells_that_are_finished_cost_nothing(config, monkeypatch):
     assert (found.cells, found.seconds, found.disk) == (0, 0.0, 0.0)
 
 
-def started(monkeypatch, config, machine, stdin, **running) -> tuple[bool, object]:
+def started(monkeypatch, config, machine, stdin, *, yes=False) -> tuple[bool, object]:
     """Whether cells were started, and the exit if there was one; training itself is left out."""
     ran = []
-    monkeypatch.setattr(study_run, "this_machine", lambda: machine)
-    monkeypatch.setattr(study_run, "run_local", lambda board, slots, tick: ran.append(board))
+    monkeypatch.setattr(running, "this_machine", lambda: machine)
+    monkeypatch.setattr(running, "run_local", lambda board, slots: ran.append(board))
     monkeypatch.setattr(sys, "stdin", stdin)
     try:
-        study_run.run_cells(cells(config), {"toy": open_cohort(config)}, study_run.Running(**running))
+        with studies._study(None, yes, studies.Engine.local, None) as how:
+            running.run_cells(cells(config), {"toy": open_cohort(config)}, running.Running(**how))
     except typer.Exit as stopped:
         return bool(ran), stopped.exit_code
     return bool(ran), None
@@ -72,7 +75,7 @@ def test_a_person_is_asked_before_more_than_an_hour(monkeypatch, config, capsys,
         assert started(monkeypatch, config, SLOW, stdin) == (begins, status)
     said = capsys.readouterr().out
     assert "4 cells, 0 finished before, 4 to run" in said
-    assert "roughly" in said and "on disk" in said and "of memory a cell" in said
+    assert "roughly" in said and "on disk" in said and "of memory per cell" in said
     assert said.index("roughly") < said.index("Start?")
     assert not config.out.exists()
 
@@ -87,3 +90,12 @@ def test_a_person_is_not_asked_when_it_is_short_or_they_said_yes(monkeypatch, co
 def test_nobody_is_asked_where_nobody_is(monkeypatch, config, capsys):
     assert started(monkeypatch, config, SLOW, io.StringIO("n\n")) == (True, None)
     assert "Start?" not in capsys.readouterr().out
+
+
+def test_ctrl_c_is_an_exception_that_says_how_to_go_on(monkeypatch, config):
+    def stopped(board, slots):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run_local", stopped)
+    with pytest.raises(Interrupted, match=r"running cells have saved their states\. Start the same command again"):
+        running.run_cells(cells(config), {"toy": open_cohort(config)}, running.Running())

@@ -4,7 +4,7 @@ import pytest
 from study.study_cells import cells, finish
 
 from gated_srp.errors import UserError
-from gated_srp.study.collect import collect, compare_cells, shown_metrics, split_ratio
+from gated_srp.study.comparison import collect, compare_cells, shown_metrics, split_ratio
 
 
 def test_results_are_the_test_metrics_of_finished_cells(tmp_path):

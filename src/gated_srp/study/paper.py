@@ -1,4 +1,4 @@
-"""The paper's studies by name: YAML files that say which rows and columns a table has; cells to run; ours beside the published.
+"""The paper's studies by name, as data: the printed numbers, which rows and columns a table has, and the cells it needs.
 
 A study's file (``studies/NAME.yaml``) takes rows and columns from a table of ``published.yaml``, or lists its own.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import yaml
 
 from gated_srp.config.load import load_config
@@ -23,10 +24,43 @@ from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS, Sizes, find_arm
 from gated_srp.study.cells import Cell, Row, plan
-from gated_srp.study.published import PublishedTable, read_published
 
 Kind = Literal["table", "runtime", "trajectories", "signed-gate", "elsewhere"]
 UNTUNED = {"model.delta": Sizes.delta, "model.hidden_dim": Sizes.hidden_dim}
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """One table; ``frame`` has one row per number: name (as printed), arm, cohort, metric, value, and the row's settings."""
+
+    name: str
+    source: str
+    statistic: Literal["mean", "std"]
+    frame: pd.DataFrame
+
+    def as_results(self) -> pd.DataFrame:
+        """In the form of results: each printed number is one "seed"."""
+        return self.frame.assign(seed=self.statistic)[["cohort", "arm", "seed", "metric", "value"]]
+
+
+def read_published(path: str | Path) -> dict[str, PublishedTable]:
+    """All tables of a file in the form of ``studies/published.yaml``."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return {name: _table(name, table) for name, table in content["tables"].items()}
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        what = f"not a file of published tables ({error})"
+        raise UserError(what, where=path, cure="Restore studies/published.yaml.") from None
+
+
+def _table(name: str, table: dict[str, Any]) -> PublishedTable:
+    columns = [(cohort, metric) for cohort, metrics in table["columns"].items() for metric in metrics]
+    rows = []
+    for row in table["rows"]:
+        about = {key: value for key, value in row.items() if key != "values"}
+        for (cohort, metric), value in zip(columns, row["values"], strict=True):
+            rows.append({**about, "cohort": cohort, "metric": metric, "value": value})
+    return PublishedTable(name, table["source"], table["statistic"], pd.DataFrame(rows))
 
 
 @dataclass(frozen=True)
@@ -78,30 +112,27 @@ def untuned(row: Row) -> Row:
 
 
 def studies_folder() -> Path:
-    """``studies/`` of the checkout, or where the installed package keeps it."""
+    """``studies/`` of the checkout, or of the installed package."""
     shares = [Path(sysconfig.get_path("data")), Path(site.getuserbase())]
     places = [Path(__file__).resolve().parents[3] / "studies", *(share / "share/gated-srp/studies" for share in shares)]
     found = next((place for place in places if (place / "published.yaml").is_file()), None)
     if found is None:
-        raise UserError(
-            "the folder studies/ of gated-srp is missing. Install the package again, or name it with --studies."
-        )
+        raise UserError("the folder studies/ of gated-srp is missing", cure="Install the package again.")
     return found
 
 
 def study_names(folder: Path) -> list[str]:
-    """In the order of the alphabet; ``all`` stands for all of them."""
+    """In alphabetical order; ``all`` stands for all of them."""
     return sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "published")
 
 
 def read_studies(name: str, folder: Path) -> tuple[Study, ...]:
-    """The study of this name, or all."""
+    """The study of this name; all of them for ``all``."""
     names = study_names(folder)
     if name != "all" and name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        raise UserError(
-            f"no study {name!r}.{f' Did you mean {near[0]}?' if near else ''} There are: {', '.join(names)}, all."
-        )
+        guess = f"Did you mean {near[0]}? " if near else ""
+        raise UserError(f"no study {name!r}", cure=f"{guess}There are: {', '.join(names)}, all.")
     published = read_published(folder / "published.yaml")
     return tuple(_read(folder / f"{one}.yaml", published) for one in (names if name == "all" else [name]))
 
@@ -133,7 +164,7 @@ def _read(path: Path, published: Mapping[str, PublishedTable]) -> Study:
             command=content.get("command", ""),
         )
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a study ({error!r}). Restore it from the repository.") from None
+        raise UserError(f"not a study ({error!r})", where=path, cure="Restore it from the repository.") from None
 
 
 def _row(row: Mapping[str, Any]) -> Row:
@@ -141,7 +172,7 @@ def _row(row: Mapping[str, Any]) -> Row:
 
 
 def _rows_of(table: PublishedTable | None) -> tuple[Row, ...]:
-    """What a published table sets apart: the arm, and settings such as the encoder or the window."""
+    """The rows of a published table: arms, and settings such as the encoder or the window."""
     if table is None:
         return ()
     about = table.frame.drop(columns=["cohort", "metric", "value"]).drop_duplicates("name")
@@ -157,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a user keeps things; by cohort, or ``""`` for all. ``settings`` win over the paper's."""
+    """Where a user keeps files; by cohort, or ``""`` for all. ``settings`` replace the paper's."""
 
     features: Mapping[str, Path]
     labels: Mapping[str, Path]
@@ -177,7 +208,7 @@ class Sources:
             return load_config(path, place)
 
     def features_of(self, cohort: str) -> Path | None:
-        """Named for the cohort; else its folder below the common one; else the common one."""
+        """The folder named for the cohort; otherwise its subfolder of the common one; otherwise the common one."""
         if cohort in self.features or "" not in self.features:
             return self.features.get(cohort)
         root = self.features[""]
@@ -186,7 +217,7 @@ class Sources:
         return next((path for path in below if path.name.lower() in names), root)
 
     def why_not(self, cohort: str) -> str | None:
-        """KGH is private: without a local copy there is nothing to run."""
+        """Why a cohort cannot be run: KGH is private, so it needs a local copy."""
         labels = self.labels.get(cohort, self.labels.get(""))
         if cohort != "KGH" or cohort in self.labels or (labels and (labels / "kgh" / "slides.csv").is_file()):
             return None
@@ -228,7 +259,7 @@ def _shorter(row: Row, epochs: int) -> Row:
 
 
 def paper_settings(cell: Cell) -> str:
-    """What a cell trains with, in words."""
+    """The settings that a cell trains with, in words."""
     config, train = cell.config, cell.config.train
     parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
     parts += [f"batch {train.batch_size}"] if train.batch_size > 1 else []

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 from gated_srp.errors import UserError
 from gated_srp.reports.reproduction import reproduction_grid, write_reproduction
 from gated_srp.study.cells import distinct
-from gated_srp.study.judge import beside_published, judge
-from gated_srp.study.reproduce import Sources, paper_settings, plan_study, read_studies, studies_folder, study_names
+from gated_srp.study.paper import Sources, paper_settings, plan_study, read_studies, studies_folder, study_names
+from gated_srp.study.reproduction import beside_published, write_study
+from gated_srp.study.running import Running
+from gated_srp.study.statistics import judge
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"
 TABLES = [
@@ -217,13 +219,15 @@ def test_a_dry_run_lists_every_cell_and_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_runtime_is_measured_cell_by_cell_and_stands_beside_the_authors_numbers(tmp_path, monkeypatch):
-    from gated_srp.cli import reproduce_run
-
     study, cells, _ = planned("runtime", tmp_path, cohorts=["KIRP"])
     assert {(cell.config.train.epochs, cell.unit) for cell in cells} == {(3, "42")}
     speeds = {"peak_reserved_gib": 2.5, "train_wsi_per_second": 1.0, "test_wsi_per_second": 4.0}
-    monkeypatch.setattr("gated_srp.study.runtime.measure", lambda cell: speeds)
-    reproduce_run._write_table(tmp_path / "t", study, cells, ("on a laptop",))
+    monkeypatch.setattr("gated_srp.study.worker.measure", lambda spec: speeds)
+    said = []
+    running = Running(progress=lambda event: said.append(event.text))
+    found = write_study(tmp_path / "t", study, cells, ("on a laptop",), running)
+    assert "peak_reserved_gib 2.500" in said[0] and len(said) == len(cells)
+    assert found.text.startswith("**") and "on a laptop" in found.text
     lines = pd.read_csv(tmp_path / "t" / "reproduction.csv", keep_default_na=False)
     own = lines[(lines["cohort"] == "TCGA-KIRP") & (lines["row"] == "NA")]
     assert own[["metric", "mean", "published", "verdict"]].to_numpy().tolist() == [
@@ -233,15 +237,13 @@ def test_runtime_is_measured_cell_by_cell_and_stands_beside_the_authors_numbers(
     assert not (tmp_path / "t" / "comparison").exists()
 
 
-def test_trajectories_and_the_gates_geometry_are_drawn_by_name(tmp_path, capsys):
+def test_trajectories_and_the_gates_geometry_are_drawn_by_name(tmp_path):
     from study.study_cells import finish
-
-    from gated_srp.cli import reproduce_run
 
     study, cells, _ = planned("trajectories", tmp_path, seeds=[42])
     for cell in cells:
         finish(cell, gates=(0.1, 0.2), c_index=0.5)
-    reproduce_run._write(tmp_path / "f", study, cells, ())
+    write_study(tmp_path / "f", study, cells, (), Running())
     assert {path.name for path in (tmp_path / "f").glob("*.svg")} == {
         "trajectories_main.svg",
         "trajectories_survival.svg",
@@ -249,10 +251,10 @@ def test_trajectories_and_the_gates_geometry_are_drawn_by_name(tmp_path, capsys)
     }
     main = (tmp_path / "f" / "trajectories_main.svg").read_text()
     assert all(name in main for name in ("KIRC (1 seed)", "CAM16 (1 seed)", "PANDA (1 seed)"))
-    reproduce_run._write(tmp_path / "g", read_studies("signed-gate", FOLDER)[0], [], ())
-    assert (tmp_path / "g" / "signed_gate.png").is_file()
-    reproduce_run._write(tmp_path / "g", read_studies("redundancy", FOLDER)[0], [], ())
-    assert "run `gated-srp redundancy cohort.yaml`" in capsys.readouterr().out
+    found = write_study(tmp_path / "g", read_studies("signed-gate", FOLDER)[0], [], (), Running())
+    assert (tmp_path / "g" / "signed_gate.png") in found.files
+    found = write_study(tmp_path / "g", read_studies("redundancy", FOLDER)[0], [], (), Running())
+    assert (found.files, found.command) == ((), "gated-srp redundancy cohort.yaml")
 
 
 def test_settings_of_ones_own_are_named_beside_the_judgement(tmp_path):

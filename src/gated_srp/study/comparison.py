@@ -1,0 +1,288 @@
+"""Comparing arms: `compare` trains them and `stats` takes results from anywhere; what finished runs add to a comparison.
+
+``compare`` and the other flows write what they find with `reports`, so this module, `tuning` and `reproduction` are a layer above it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.errors import UserError
+from gated_srp.progress import Progress, silent
+from gated_srp.study.cells import (
+    Cell,
+    Row,
+    cohort_config,
+    plan,
+    quick_version,
+    read_predictions,
+    refuse_unpaired,
+)
+from gated_srp.study.results import COLUMNS, LOWER_IS_BETTER, Comparison, compare_results, read_results
+from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap
+
+if TYPE_CHECKING:
+    from gated_srp.study.running import Cost, EngineName
+
+
+# The flows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CompareResult:
+    """What `compare` found and wrote; in a notebook it shows its table.
+
+    Attributes:
+        results: test metrics of all finished runs: cohort, arm, seed, metric, value.
+        comparison: the paired differences; None if only a Slurm script was written.
+        folder: where tables, figures and README.md are, all listed in ``files``.
+        failed: the reason for each cell that failed twice.
+        script: the Slurm script that is to be submitted.
+        note: how a quick version was cut; empty for a full one.
+    """
+
+    results: pd.DataFrame
+    comparison: Comparison | None
+    folder: Path
+    files: tuple[Path, ...] = ()
+    failed: Mapping[str, UserError] | None = None
+    script: Path | None = None
+    note: str = ""
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Every arm against the reference: means, difference, 95 % interval, verdict."""
+        return pd.DataFrame() if self.comparison is None else self.comparison.table
+
+    @property
+    def verdict(self) -> str:
+        """What the comparison shows, in words: the text of README.md."""
+        if self.comparison is None:
+            return f"nothing has run yet; submit {self.script}"
+        return (self.folder / "README.md").read_text(encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self.note}</p>" * bool(self.note) + self.table.to_html(index=False, na_rep="")
+
+
+def compare(
+    cohort: str | Path | CohortConfig,
+    *,
+    arms: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    reference: str | None = None,
+    quick: bool = False,
+    out: str | Path | None = None,
+    output: str | Path | None = None,
+    bootstrap: int = 200,
+    jobs: int | None = None,
+    engine: EngineName = "local",
+    address: str | None = None,
+    confirm: Callable[[Cost], bool] = lambda cost: True,
+    progress: Progress = silent,
+) -> CompareResult:
+    """Train arms x seeds on identical splits and say what the paired differences show. Called again, it goes on where it was.
+
+    Args:
+        cohort: the cohort's YAML, or its settings.
+        arms, seeds: those of the YAML unless named.
+        reference: the arm that others are compared with; ``na`` if it is among them, otherwise the first.
+        quick: fewer epochs and seeds for all arms alike, to try it out.
+        out: where runs are written, instead of the YAML's ``out``.
+        output: folder for tables and figures; OUT/COHORT/comparison by default.
+        bootstrap: how often patients are resampled; 0: not at all.
+        jobs: cells that run at a time; by default as many as cores, memory and devices allow.
+        engine: ``local``, ``ray`` (with ``address``), or ``slurm``, which only writes a script.
+        confirm: asked before anything is trained, with the estimated `Cost`.
+        progress: called with an `Event` when something has changed.
+
+    Returns:
+        Results, differences with intervals and verdicts, and the files written.
+
+    Raises:
+        Declined: ``confirm`` said no.
+        Interrupted: stopped with Ctrl-C; running cells have saved their states.
+
+    Example:
+        >>> found = gated_srp.compare("cohort.yaml", arms=["na", "gated_srp"], seeds=[42, 43, 44])  # doctest: +SKIP
+        >>> print(found.verdict)  # doctest: +SKIP
+    """
+    from gated_srp.config.cohort import open_cohort
+    from gated_srp.reports.study import write_comparison
+    from gated_srp.study.running import Running, run_cells
+    from gated_srp.study.tuning import tuned_rows
+
+    running = Running(jobs, engine, address, confirm, progress)
+    config = cohort_config(cohort, out)
+    arms, seeds, note = tuple(arms or config.arms), tuple(seeds or config.seeds), ""
+    if quick:
+        config, seeds, note = quick_version(config, seeds)
+        running.say(note)
+    reference = reference or ("na" if "na" in arms else arms[0])
+    if reference not in arms:
+        raise UserError(
+            f"{reference!r} is not among the arms: {', '.join(arms)}", where="reference", cure="Name one of them."
+        )
+    more, notes = tuned_rows(config, arms, seeds)
+    cells = plan(config, [*(Row.of(arm) for arm in arms), *more], seeds)
+    folder = Path(output) if output else config.out / config.name / "comparison"
+    ran = run_cells(cells, {config.name: open_cohort(config)}, running)
+    if ran.script:
+        return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, script=ran.script, note=note)
+    results = collect(cells)
+    comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=(*([note] if note else []), *notes))
+    title = f"{config.name}{' (quick)' if note else ''}"
+    files = write_comparison(folder, cells, results, comparison, title=title, mark=note)
+    return CompareResult(results, comparison, folder, tuple(files), ran.failed, note=note)
+
+
+def stats(
+    results: str | Path | pd.DataFrame,
+    *,
+    reference: str = "na",
+    ratio: float | None = None,
+    lower_is_better: Collection[str] = (),
+    runs: str | Path | None = None,
+    repeats: int = 1000,
+) -> Comparison:
+    """Say what paired results from anywhere show, and no more: intervals, tests, power, verdicts in words.
+
+    Args:
+        results: a table (or its file) with the columns cohort, arm, seed, metric, value.
+        reference: the arm that others are compared with.
+        ratio: size of the test set over that of the training set, for the corrected test; from ``runs``, else 0.2 / 0.7.
+        lower_is_better: metrics of which less is better, beside the usual ones (loss, Brier score, ...).
+        runs: run folders COHORT/ARM/seed42 whose patients are resampled ``repeats`` times.
+
+    Returns:
+        All differences; ``print`` shows the verdicts, ``.table`` is a data frame.
+
+    Example:
+        >>> rows = [("A", arm, seed, "auc", value + seed / 100) for arm, value in (("na", 0.7), ("srp", 0.8)) for seed in (1, 2)]
+        >>> found = stats(pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"]))
+        >>> found.table["verdict"][0]
+        'the same difference, +0.1000, in both seeds: no spread, hence no interval and no claim'
+    """
+    frame, notes = read_results(results)
+    if ratio is None:
+        ratio = RATIO if runs is None else _mean_ratio(sorted(Path(runs).glob("*/*/seed*/split.csv")))
+    lower = LOWER_IS_BETTER | set(lower_is_better)
+    found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
+    if runs is None:
+        return found
+    root = Path(runs)
+    return _with_bootstrap(found, lambda cohort, arm: _pairs(root / cohort, arm, found.reference), repeats)
+
+
+# From finished cells to a comparison ---------------------------------------------------------------------------------
+
+
+def collect(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Test metrics of the finished cells, at the level that scores: cohort, arm, seed, metric, value (missing: undefined)."""
+    refuse_unpaired(cells)
+    rows = [
+        (cell.cohort, cell.row, cell.unit, metric, math.nan if value is None else float(value))
+        for cell in cells
+        if cell.run.finished
+        for metric, value in cell.metrics().items()
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def shown_metrics(cell: Cell) -> tuple[str, ...]:
+    """Those that the paper shows for this task; the one that selects comes first if it is none of them (PANDA's kappa)."""
+    from gated_srp.tasks import find_task
+
+    usual = find_task(cell.config.task).shown
+    return usual if cell.config.metric in usual else (cell.config.metric, *usual)
+
+
+def compare_cells(
+    cells: Sequence[Cell], results: pd.DataFrame, reference: str, *, repeats: int = 1000, notes: tuple[str, ...] = ()
+) -> Comparison:
+    """Every row against the reference by the metrics that the paper shows. ``repeats`` 0: patients are not resampled."""
+    shown = {(cell.cohort, metric) for cell in cells for metric in shown_metrics(cell)}
+    known = pd.Series(list(zip(results["cohort"], results["metric"], strict=True)), dtype=object).isin(list(shown))
+    keep = known.to_numpy() & results["value"].notna().to_numpy()
+    if not keep.any():
+        raise UserError("no cell is finished, so there is nothing to compare", cure="Mend what failed and start again.")
+    found = compare_results(results[keep].reset_index(drop=True), reference, ratio=split_ratio(cells), notes=notes)
+    if not repeats:
+        return found
+    tables = {(cell.cohort, cell.row, cell.unit): cell.predictions() for cell in cells if cell.run.finished}
+
+    def pairs(cohort: str, arm: str) -> list[Pair]:
+        units = [unit for *where, unit in tables if where == [cohort, arm]]
+        both = [(tables[cohort, arm, unit], tables.get((cohort, found.reference, unit))) for unit in units]
+        return [(first, second) for first, second in both if second is not None and len(first)]
+
+    return _with_bootstrap(found, pairs, repeats)
+
+
+def split_ratio(cells: Sequence[Cell]) -> float:
+    """Test over train in the cells' splits; the paper's if there is none."""
+    there: dict[tuple[str, str], Path] = {}
+    for cell in cells:
+        if (cell.key / "split.csv").is_file():
+            there.setdefault((cell.cohort, cell.unit), cell.key / "split.csv")
+    return _mean_ratio(there.values())
+
+
+def _mean_ratio(splits: Iterable[Path]) -> float:
+    ratios = []
+    for path in splits:
+        parts = pd.read_csv(path, dtype=str, keep_default_na=False)["split"].value_counts()
+        if parts.get("train", 0):
+            ratios.append(parts.get("test", 0) / parts["train"])
+    return float(sum(ratios) / len(ratios)) if ratios else RATIO
+
+
+# Patients ------------------------------------------------------------------------------------------------------------
+
+Pair = tuple[pd.DataFrame, pd.DataFrame]  # predictions of an arm and of the reference, for one seed's test set
+
+
+def _with_bootstrap(comparison: Comparison, pairs: Callable[[str, str], list[Pair]], repeats: int) -> Comparison:
+    """Each difference of a cohort with its interval over resampled patients; ``pairs`` by cohort and arm."""
+    drawn: dict[tuple[str, str], dict[str, Bootstrap]] = {}
+    found = []
+    for one in comparison.cohorts:
+        key = (str(one.cohort), one.arm)
+        if key not in drawn:
+            drawn[key] = paired_bootstrap(pairs(*key), metrics_of, repeats=repeats)
+        found.append(replace(one, bootstrap=drawn[key].get(one.metric)))
+    return replace(comparison, cohorts=tuple(found))
+
+
+def metrics_of(predictions: pd.DataFrame) -> Mapping[str, float]:
+    """The metrics that a labelled table of predictions gives by itself; its columns tell the task."""
+    from gated_srp.tasks import TASKS
+
+    for kind in TASKS.values():
+        if (found := kind.metrics_of(predictions)) is not None:
+            return found
+    raise UserError(f"predictions with the columns {', '.join(map(str, predictions))} are of no known task.")
+
+
+def _pairs(cohort: Path, arm: str, reference: str) -> list[Pair]:
+    """Of run folders ARM/seed42 below ``cohort``."""
+    pairs = []
+    for folder in sorted((cohort / arm).glob("seed*")):
+        other = cohort / reference / folder.name
+        # Survival is scored per case, the rest per slide; patients are resampled in both.
+        for level in ("slide", "case"):
+            paths = [place / f"predictions_test_{level}.csv" for place in (folder, other)]
+            if all(path.is_file() for path in paths):
+                first, second = map(read_predictions, paths)
+                if level == "slide" and "risk" in first:
+                    continue
+                pairs.append((first, second))
+                break
+    return pairs

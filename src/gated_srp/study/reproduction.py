@@ -1,0 +1,292 @@
+"""Repeating the paper's studies: `reproduce` trains what is missing and puts our numbers beside the published ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from gated_srp.config.cohort import CohortData, open_cohort
+from gated_srp.errors import UserError
+from gated_srp.progress import Progress, silent
+from gated_srp.study.cells import Cell, distinct
+from gated_srp.study.comparison import collect, compare_cells
+from gated_srp.study.paper import (
+    PublishedTable,
+    Sources,
+    Study,
+    paper_settings,
+    plan_study,
+    read_studies,
+    studies_folder,
+)
+from gated_srp.study.results import COLUMNS, Comparison
+from gated_srp.study.statistics import judge
+
+if TYPE_CHECKING:
+    from gated_srp.study.running import Cost, EngineName, Running
+
+_LOG = logging.getLogger(__name__)
+Places = str | Path | Mapping[str, str | Path] | None  # one for all cohorts, or by cohort
+
+
+@dataclass(frozen=True, eq=False)
+class ReproducedStudy:
+    """One study of the paper. ``table``: ours beside the published; ``command`` draws a figure that `reproduce` does not."""
+
+    study: Study
+    cells: tuple[Cell, ...]
+    table: pd.DataFrame | None = None
+    comparison: Comparison | None = None
+    folder: Path | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def command(self) -> str:
+        return self.study.command
+
+    @property
+    def text(self) -> str:
+        """The table as Markdown, with its notes; empty for a figure."""
+        return (
+            "" if self.table is None or self.folder is None else (self.folder / "table.md").read_text(encoding="utf-8")
+        )
+
+    def plan(self) -> pd.DataFrame:
+        """One row per cell: cohort, row, seed, untuned (a row that the paper does not have), and the settings in words."""
+        paper = {row.name for row in self.study.rows}
+        rows = [(c.cohort, c.row, c.unit, c.row not in paper, paper_settings(c)) for c in self.cells]
+        return pd.DataFrame(rows, columns=["cohort", "row", "seed", "untuned", "settings"])
+
+
+@dataclass(frozen=True, eq=False)
+class ReproduceResult:
+    """What `reproduce` found; in a notebook it shows the tables.
+
+    Attributes:
+        studies: each study with its table, comparison and files.
+        notes: what was left out, and why.
+        runs: distinct runs that the studies need together.
+        failed: the reason for each cell that failed twice.
+        script: the Slurm script that is to be submitted.
+    """
+
+    studies: tuple[ReproducedStudy, ...]
+    notes: tuple[str, ...]
+    runs: int
+    failed: Mapping[str, UserError] | None = None
+    script: Path | None = None
+
+    @property
+    def verdict(self) -> str:
+        return "\n".join(one.text for one in self.studies if one.text)
+
+    def _repr_html_(self) -> str:
+        tables = [(one.study.title, one.table) for one in self.studies if one.table is not None]
+        return "".join(f"<h4>{title}</h4>{table.to_html(index=False, na_rep='')}" for title, table in tables)
+
+
+def reproduce(
+    name: str,
+    *,
+    features: Places = None,
+    labels: Places = None,
+    cohorts: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    out: str | Path = "runs",
+    settings: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    engine: EngineName = "local",
+    address: str | None = None,
+    confirm: Callable[[Cost], bool] = lambda cost: True,
+    progress: Progress = silent,
+) -> ReproduceResult:
+    """Repeat a study of the paper: its rows and columns, with the published numbers and the differences beside ours.
+
+    Args:
+        name: a table or figure, e.g. ``survival``, or ``all``; ``gated-srp reproduce --list`` names them.
+        features, labels: folder of feature files and of the public label files, for all cohorts or by cohort.
+        cohorts: only these columns of the table.
+        settings: changes to the paper's settings, e.g. ``{"train.workers": 4}``.
+        dry_run: plan only; ``studies[0].plan()`` then lists the cells with their settings.
+        seeds, out, jobs, engine, address, confirm, progress: as for `compare`.
+
+    Returns:
+        For every study its table (ours, published, difference, verdict), and the files written.
+
+    Example:
+        >>> plan = gated_srp.reproduce("survival", dry_run=True).studies[0].plan()  # doctest: +SKIP
+    """
+    from gated_srp.study.running import Running, run_cells
+
+    running = Running(jobs, engine, address, confirm, progress)
+    sources = Sources(_by_cohort(features), _by_cohort(labels), Path(out), settings or {})
+    every = read_studies(name, studies_folder())
+    studies = [study.only(cohorts) for study in every]
+    if cohorts and not any(study.columns for study in studies):
+        there = ", ".join(dict.fromkeys(cohort for study in every for cohort in study.columns)) or "none"
+        raise UserError(
+            f"{name} has no such cohort", where=f"cohorts {','.join(cohorts)}", cure=f"Its cohorts: {there}."
+        )
+    plans = [(study, *plan_study(study, sources, cohorts=cohorts, seeds=seeds)) for study in studies]
+    notes = tuple(dict.fromkeys(note for _, _, notes in plans for note in notes))
+    for note in notes:
+        running.say(f"note: {note}")
+    planned = [cell for _, cells, _ in plans for cell in cells]
+    if dry_run:
+        return ReproduceResult(tuple(ReproducedStudy(s, c) for s, c, _ in plans), notes, len(distinct(planned)))
+    data, missing = _open(planned)
+    plans = [(study, tuple(c for c in cells if _files(c) not in missing), notes) for study, cells, notes in plans]
+    trained = [cell for study, cells, _ in plans if study.kind != "runtime" for cell in cells]
+    ran = run_cells(trained, data, running) if trained else None
+    count = len(distinct(trained))
+    if ran and ran.script:
+        return ReproduceResult(tuple(ReproducedStudy(s, c) for s, c, _ in plans), notes, count, script=ran.script)
+    found = [write_study(sources.out / "reproduce" / s.name, s, cells, about, running) for s, cells, about in plans]
+    return ReproduceResult(tuple(found), notes, count, ran.failed if ran else {})
+
+
+def _by_cohort(places: Places) -> dict[str, Path]:
+    given = places if isinstance(places, Mapping) else {} if places is None else {"": places}
+    return {cohort: Path(place) for cohort, place in given.items()}
+
+
+def _files(cell: Cell) -> tuple[str, str | None]:
+    return cell.cohort, cell.config.encoder
+
+
+def _open(cells: Sequence[Cell]) -> tuple[dict[str, CohortData], set[tuple[str, str | None]]]:
+    """The cohorts by name; and the cohorts and encoders whose files are missing: they are left out with a warning."""
+    data: dict[str, CohortData] = {}
+    missing: set[tuple[str, str | None]] = set()
+    for cell in {_files(cell): cell for cell in cells}.values():
+        try:
+            found = open_cohort(cell.config)
+            data.setdefault(cell.cohort, found)
+        except UserError as error:
+            missing.add(_files(cell))
+            _LOG.warning("note: %s, %s: left out. %s", cell.cohort, cell.config.encoder, error)
+    if missing and not data:
+        raise UserError(
+            "no cohort of this study has its files",
+            cure="Name them with --features and --labels, or look with --dry-run.",
+        )
+    return data, missing
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write_study(
+    folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
+) -> ReproducedStudy:
+    """The table or figure of a study from its finished cells, into ``folder``."""
+    from gated_srp.reports.figures import draw_signed_gate, draw_trajectories
+
+    files: list[Path] = []
+    if study.kind == "signed-gate":
+        files = draw_signed_gate(folder / "signed_gate")
+    elif study.kind == "trajectories":
+        for name, cohorts in study.panels.items():
+            runs = {c: [cell.key for cell in cells if cell.cohort == c and cell.run.finished] for c in cohorts}
+            present = {cohort: paths for cohort, paths in runs.items() if paths}
+            files += draw_trajectories(present, folder / f"trajectories_{name}", title=study.rows[0].name)
+    elif study.kind != "elsewhere" and cells:
+        return _write_table(folder, study, cells, notes, running)
+    return ReproducedStudy(study, tuple(cells), folder=folder, files=tuple(files))
+
+
+def _write_table(
+    folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
+) -> ReproducedStudy:
+    from gated_srp.checks.estimate import this_machine
+    from gated_srp.models import find_arm
+    from gated_srp.reports.reproduction import write_reproduction
+    from gated_srp.reports.study import write_comparison
+
+    if study.kind == "runtime":
+        results, notes = measured(cells, running), (*notes, f"Measured on {this_machine().name}.")
+    else:
+        results = collect(cells)
+    table, comparison = beside_published(study, results), None
+    files = write_reproduction(folder, study, table, notes)
+    rows = [row.name for row in study.rows if row.name in set(results["arm"])]
+    if study.kind == "table" and len(rows) > 1:
+        bases = [row.name for row in study.rows if row.name in rows and find_arm(row.arm).base == row.arm]
+        comparison = compare_cells(cells, results, (bases or rows[-1:])[0], repeats=0, notes=notes)
+        files += write_comparison(folder / "comparison", cells, results, comparison, title=study.title)
+    return ReproducedStudy(study, tuple(cells), table, comparison, folder, tuple(files))
+
+
+def measured(cells: Sequence[Cell], running: Running) -> pd.DataFrame:
+    """Speed and memory, one cell after the other with nothing running beside it; results in the usual form."""
+    from gated_srp.study.worker import measure
+
+    rows = []
+    for cell in cells:
+        try:
+            found = measure(cell.spec())
+        except UserError as error:
+            raise UserError(f"could not be measured ({error})", where=str(cell)) from None
+        running.say(f"{cell}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+        rows += [(cell.cohort, cell.row, cell.unit, name, value) for name, value in found.items()]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def beside_published(study: Study, results: pd.DataFrame) -> pd.DataFrame:
+    """One line per number of the paper's table and of further rows: ours, published, difference, verdict."""
+    lines = []
+    for row in study.all_rows:
+        for cohort, metrics in study.columns.items():
+            for metric in metrics:
+                mine = results[
+                    (results["cohort"] == cohort) & (results["arm"] == row.name) & (results["metric"] == metric)
+                ]
+                values = mine["value"].dropna().to_numpy(np.float64)
+                printed, std = (_number(table, row.name, cohort, metric) for table in (study.published, study.std))
+                found = judge([], 0.0) if printed is None else judge(list(values), printed, std)
+                lines.append(
+                    {
+                        "row": row.name,
+                        "cohort": cohort,
+                        "metric": metric,
+                        "mean": values.mean() if len(values) else math.nan,
+                        "std": values.std(ddof=1) if len(values) > 1 else math.nan,
+                        "seeds": len(values),
+                        "published": math.nan if printed is None else printed,
+                        "published_std": math.nan if std is None else std,
+                        "difference": found.difference,
+                        "low": found.low,
+                        "high": found.high,
+                        "verdict": "not published" if printed is None else found.word if len(values) else "not run",
+                    }
+                )
+    frame = pd.DataFrame(lines)
+    return _beside_base(frame, study.rows[0].name) if study.kind == "runtime" else frame
+
+
+def _beside_base(lines: pd.DataFrame, base: str) -> pd.DataFrame:
+    """With ratios to the base row, which can be compared between machines. Nothing is judged."""
+    own = lines[lines["row"] == base].set_index(["cohort", "metric"])
+    at = pd.MultiIndex.from_frame(lines[["cohort", "metric"]])
+    ratios = {
+        name: lines[column].to_numpy() / own[column].reindex(at).to_numpy()
+        for name, column in (("times_base", "mean"), ("published_times_base", "published"))
+    }
+    verdict = lines["verdict"].replace(["compatible", "not compatible"], "not judged")
+    return lines.assign(**ratios, low=math.nan, high=math.nan, verdict=verdict)
+
+
+def _number(table: PublishedTable | None, row: str, cohort: str, metric: str) -> float | None:
+    if table is None:
+        return None
+    frame = table.frame
+    found = frame.loc[(frame["name"] == row) & (frame["cohort"] == cohort) & (frame["metric"] == metric), "value"]
+    return float(found.iloc[0]) if len(found) else None

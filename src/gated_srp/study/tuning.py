@@ -1,0 +1,281 @@
+"""Tuning the gate's range and width on validation, within each seed, and what the choice is worth on the test set.
+
+The base arm is not tuned, so a tuned row never stands alone: `compare` shows it beside the untuned one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import yaml
+
+from gated_srp.config.schema import CohortConfig
+from gated_srp.errors import UserError
+from gated_srp.files import write_whole
+from gated_srp.models import TUNED, Sizes
+from gated_srp.progress import Progress, silent
+from gated_srp.study.cells import Cell, Row, cohort_config, plan, quick_version, refuse_unpaired, unit_name
+from gated_srp.study.statistics import TTest, t_test
+
+if TYPE_CHECKING:
+    from gated_srp.study.running import Cost, EngineName
+
+DELTAS = (0.5, 1.0, 1.5, 2.0)
+WIDTHS = (16, 32, 64, 128)
+START = (Sizes.delta, Sizes.hidden_dim)  # the defaults, which an untuned user has
+
+
+@dataclass(frozen=True, eq=False)
+class TuneResult:
+    """What `tune` chose; in a notebook it shows the choices.
+
+    Attributes:
+        grid: one row per seed and setting: unit, delta, hidden_dim, score, validation, test.
+        choices: the setting chosen for each seed.
+        optimism: how much of the validation score was luck; None if only a Slurm script was written.
+        files: ``tuned.yaml``, which `compare` reads, and ``tuning.csv``.
+        failed: the reason for each cell that failed twice.
+        script: the Slurm script that is to be submitted.
+    """
+
+    arm: str
+    metric: str
+    grid: pd.DataFrame
+    choices: tuple[Choice, ...] = ()
+    optimism: Optimism | None = None
+    files: tuple[Path, ...] = ()
+    failed: Mapping[str, UserError] | None = None
+    script: Path | None = None
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per seed: the chosen setting and its scores."""
+        return pd.DataFrame([vars(choice) for choice in self.choices])
+
+    @property
+    def verdict(self) -> str:
+        """What was chosen, and what it is worth."""
+        if self.optimism is None:
+            return f"nothing has run yet; submit {self.script}"
+        lines = [
+            f"seed {one.unit}: delta {one.delta:g}, h {one.hidden_dim}; {self.metric} {one.validation:.4f} on validation, "
+            f"{one.test:.4f} on test (untuned {one.start_validation:.4f}, {one.start_test:.4f})"
+            for one in self.choices
+        ]
+        return "\n".join([*lines, str(self.optimism)])
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(index=False)
+
+
+def tune(
+    cohort: str | Path | CohortConfig,
+    *,
+    arm: str = "gated_srp",
+    seeds: Sequence[int] | None = None,
+    quick: bool = False,
+    out: str | Path | None = None,
+    jobs: int | None = None,
+    engine: EngineName = "local",
+    address: str | None = None,
+    confirm: Callable[[Cost], bool] = lambda cost: True,
+    progress: Progress = silent,
+) -> TuneResult:
+    """Choose delta and the gate's hidden width on validation, within each seed, and freeze them for `compare`.
+
+    Args:
+        cohort: the cohort's YAML, or its settings.
+        arm: whose gate is tuned.
+        quick: fewer epochs and seeds; `compare` with ``quick`` then shows what was chosen.
+        seeds, out, jobs, engine, address, confirm, progress: as for `compare`.
+
+    Returns:
+        The choices, how optimistic validation was, and the files written.
+
+    Example:
+        >>> print(gated_srp.tune("cohort.yaml").verdict)  # doctest: +SKIP
+    """
+    from gated_srp.config.cohort import open_cohort
+    from gated_srp.study.comparison import split_ratio
+    from gated_srp.study.running import Running, run_cells
+
+    running = Running(jobs, engine, address, confirm, progress)
+    config = cohort_config(cohort, out)
+    seeds = tuple(seeds or config.seeds)
+    if quick:
+        config, seeds, note = quick_version(config, seeds)
+        running.say(note)
+    cells = tuning_cells(config, arm, seeds)
+    ran = run_cells(cells, {config.name: open_cohort(config)}, running)
+    if ran.script:
+        return TuneResult(arm, config.metric, tuning_table(()), script=ran.script)
+    refuse_unpaired(cells)
+    grid = tuning_table(cells)
+    choices = choose(grid)
+    path = freeze(config, arm, choices)
+    beside = path.with_name("tuning.csv")
+    write_whole(beside, grid.to_csv(index=False, lineterminator="\n"))
+    found = optimism(choices, split_ratio(cells))
+    return TuneResult(arm, config.metric, grid, choices, found, (path, beside), ran.failed)
+
+
+# Choosing ------------------------------------------------------------------------------------------------------------
+
+
+def tuning_cells(config: CohortConfig, arm: str, seeds: Sequence[int]) -> tuple[Cell, ...]:
+    """The grid for every seed (and fold). `compare` then shows the run of the chosen cell itself."""
+    rows = [
+        Row(f"{arm} delta {delta:g} h {width}", arm, {"model.delta": delta, "model.hidden_dim": width})
+        for width in WIDTHS
+        for delta in DELTAS
+    ]
+    return plan(config, rows, seeds)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Of one seed (or fold): the chosen setting and its scores, those of `START`, and the best test score of the grid."""
+
+    unit: str
+    delta: float
+    hidden_dim: int
+    validation: float
+    test: float
+    start_validation: float
+    start_test: float
+    best_test: float
+
+
+def tuning_table(cells: Sequence[Cell]) -> pd.DataFrame:
+    """unit, delta, hidden_dim, score (what selects), validation and test (the metric itself), of finished cells."""
+    rows = []
+    for cell in cells:
+        if not cell.run.finished:
+            continue
+        gate, best = cell.config.gate(cell.arm), cell.run.read_json("metrics.json").get("best_score")
+        values = (cell.metrics(part).get(cell.config.metric) for part in ("val", "test"))
+        val, test = (math.nan if value is None else float(value) for value in values)
+        rows.append((cell.unit, gate.delta, gate.hidden_dim, best, val, test))
+    return pd.DataFrame(rows, columns=["unit", "delta", "hidden_dim", "score", "validation", "test"])
+
+
+def choose(table: pd.DataFrame) -> tuple[Choice, ...]:
+    """Per seed the best validation score; ties go to the smaller gate, then to the smaller range. Test scores play no part."""
+    chosen = []
+    for unit, part in table.groupby("unit", sort=False):
+        if len(part) < len(DELTAS) * len(WIDTHS):
+            raise UserError(
+                f"only {len(part)} of {len(DELTAS) * len(WIDTHS)} settings are finished, so none is chosen",
+                where=f"seed {unit}",
+                cure="Mend what failed and start the same command again.",
+            )
+        best = part.sort_values(["score", "hidden_dim", "delta"], ascending=[False, True, True]).iloc[0]
+        start = part[(part["delta"] == START[0]) & (part["hidden_dim"] == START[1])].iloc[0]
+        chosen.append(
+            Choice(
+                unit=str(unit),
+                delta=float(best["delta"]),
+                hidden_dim=int(best["hidden_dim"]),
+                validation=float(best["validation"]),
+                test=float(best["test"]),
+                start_validation=float(start["validation"]),
+                start_test=float(start["test"]),
+                best_test=float(part["test"].max()),
+            )
+        )
+    return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Optimism:
+    """Means over seeds. ``chosen``: validation minus test of the chosen settings; ``start``: the same of the untuned one."""
+
+    chosen: float
+    start: float
+    gain: TTest  # on the test set, chosen minus untuned, paired by seed
+    peeking: float  # the best test score of the grid minus the chosen setting's: what choosing on the test set would have added
+
+    @property
+    def by_choosing(self) -> float:
+        """The part of the gap that comes from having chosen the best of sixteen."""
+        return self.chosen - self.start
+
+    def __str__(self) -> str:
+        gain = self.gain
+        interval = "" if math.isnan(gain.low) else f" (95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
+        return (
+            f"optimism: validation promised {self.chosen:+.4f} more than the test gave, {self.by_choosing:+.4f} of it by choosing "
+            f"(untuned: {self.start:+.4f}).\ngain of tuning on test: {gain.mean:+.4f}{interval}. Choosing on the test set would "
+            f"have shown {self.peeking:+.4f} more, none of it real."
+        )
+
+
+def optimism(choices: Sequence[Choice], ratio: float) -> Optimism:
+    """What the chosen settings promised on validation and did not keep; ``ratio``: test over training set, for the interval."""
+    frame = pd.DataFrame([vars(choice) for choice in choices])
+    return Optimism(
+        chosen=float((frame["validation"] - frame["test"]).mean()),
+        start=float((frame["start_validation"] - frame["start_test"]).mean()),
+        gain=t_test((frame["test"] - frame["start_test"]).to_numpy(), ratio),
+        peeking=float((frame["best_test"] - frame["test"]).mean()),
+    )
+
+
+# What was frozen -----------------------------------------------------------------------------------------------------
+
+
+def frozen_path(config: CohortConfig) -> Path:
+    """Beside the cohort's runs, where `compare` looks."""
+    return config.out / config.name / "tuned.yaml"
+
+
+def freeze(config: CohortConfig, arm: str, choices: Sequence[Choice]) -> Path:
+    """Write the chosen settings; those of seeds tuned before stay."""
+    chosen = {choice.unit: {"delta": choice.delta, "hidden_dim": choice.hidden_dim} for choice in choices}
+    before = read_frozen(config)
+    kept = before["chosen"] if before and before["arm"] == arm else {}
+    content = {"arm": arm, "chosen_on": f"validation {config.metric}, within each seed", "chosen": kept | chosen}
+    path = frozen_path(config)
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def read_frozen(config: CohortConfig) -> dict[str, Any] | None:
+    """What `freeze` wrote; None if nothing was."""
+    path = frozen_path(config)
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        chosen = {
+            str(u): {"delta": float(g["delta"]), "hidden_dim": int(g["hidden_dim"])}
+            for u, g in content["chosen"].items()
+        }
+        return {"arm": str(content["arm"]), "chosen": chosen}
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        cure = "Remove it, or run `gated-srp tune` again."
+        raise UserError(f"cannot be read ({error!r})", where=path, cure=cure) from None
+
+
+def tuned_rows(config: CohortConfig, arms: Sequence[str], seeds: Sequence[int]) -> tuple[list[Row], list[str]]:
+    """One more row for the settings that `tune` froze for this cohort, if it did so for all these seeds; and notes."""
+    frozen = read_frozen(config)
+    if frozen is None or frozen["arm"] not in arms:
+        return [], []
+    units = [
+        unit_name(config, seed, fold) for seed in seeds for fold in range(config.folds.number if config.folds else 1)
+    ]
+    if missing := [unit for unit in units if unit not in frozen["chosen"]]:
+        return [], [
+            f"{frozen_path(config)}: has no setting for seed {', '.join(missing)}, so the tuned row is left out"
+        ]
+    changes = {
+        unit: {"model.delta": gate["delta"], "model.hidden_dim": gate["hidden_dim"]}
+        for unit, gate in frozen["chosen"].items()
+    }
+    return [Row(frozen["arm"] + TUNED, frozen["arm"], by_unit=changes)], []

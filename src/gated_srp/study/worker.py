@@ -1,0 +1,222 @@
+"""The process that trains cells: ``python -m gated_srp.study.worker``.
+
+Without arguments it reads cells (JSON, one per line) from standard input and runs one after the other, so that libraries are
+imported once. After each it writes a line to standard output: ``{}``, or ``{"error": {what, where, cure, kind}}``. It ends when
+its input is closed; a cell in training then stops with its state saved, so no cell outlives the process that started it.
+
+``measure``: the same for one cell whose speed and memory are measured; ``FILE NUMBER``: run line NUMBER (from 0) of FILE, for Slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from gated_srp.errors import Interrupted, UserError
+
+COMMAND = (sys.executable, "-m", "gated_srp.study.worker")
+STOPPED = 130  # exit status of a process that saved its state and left
+_PATIENCE = 60.0  # seconds that a cell's previous process has to save its state and leave
+
+
+# What it does --------------------------------------------------------------------------------------------------------
+
+
+def run_cell(spec: Mapping[str, Any]) -> Path:
+    """Train the cell, resume it, or leave it alone if it is finished."""
+    from gated_srp.study.cells import Cell
+    from gated_srp.training import train_run
+
+    cell = Cell.from_spec(spec)
+    deadline = time.monotonic() + _PATIENCE
+    while (cell.key / ".lock").exists():  # the study before this one may have been stopped a moment ago
+        try:
+            with cell.run.lock():
+                break
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    return train_run(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold, quiet=True)
+
+
+class _Silent:
+    """Callbacks that do nothing."""
+
+    def bag(self, bag: object) -> None: ...
+
+    def window(self, training: object) -> None: ...
+
+    def epoch(self, training: object) -> None: ...
+
+
+def measure_cell(spec: Mapping[str, Any]) -> dict[str, float]:
+    """Train for the cell's epochs without writing anything: peak_reserved_gib, train_wsi_per_second, test_wsi_per_second."""
+    import torch
+    from lightning.fabric import Fabric
+
+    from gated_srp.data.files.formats import read_header
+    from gated_srp.data.loader import BagLoader
+    from gated_srp.models import build_model
+    from gated_srp.study.cells import Cell
+    from gated_srp.training.inputs import gather
+    from gated_srp.training.loop import Training, predict_logits, train_epoch
+    from gated_srp.training.start import accelerator, choose_precision
+
+    cell = Cell.from_spec(spec)
+    config, material, kind = cell.config, gather(cell.config, cell.seed, cell.fold), accelerator()
+    bf16 = choose_precision(config.train.precision, kind) == "bf16"
+    fabric = Fabric(accelerator=kind, devices=1, precision="bf16-mixed" if bf16 else "32-true")
+    rows = material.rows("train")
+    width = read_header(material.bags.files[rows[0]], **material.bags.settings.reading).shape[1]
+    sizes = {"in_dim": width, "num_outputs": material.task.num_outputs, "seed": cell.seed}
+    model = build_model(cell.arm, **sizes, **config.sizes(cell.arm)).to(fabric.device)
+    with BagLoader(material.bags, workers=config.train.workers) as loader:
+        training = Training(fabric, model, material.task, loader, config.train, cell.seed)
+        start = time.perf_counter()
+        for epoch in range(config.train.epochs):
+            training.progress.epoch, training.progress.bags = epoch, 0
+            train_epoch(training, rows, _Silent())
+        trained = time.perf_counter()
+        predict_logits(fabric, model, loader, material.rows("test"))
+        tested = time.perf_counter()
+    cuda = fabric.device.type == "cuda"
+    # Kilobytes on Linux. On a processor the whole process counts, libraries and loaded slides too.
+    peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "peak_reserved_gib": peak / 2**30,
+        "train_wsi_per_second": config.train.epochs * len(rows) / (trained - start),
+        "test_wsi_per_second": len(material.rows("test")) / (tested - trained),
+    }
+
+
+def measure(spec: Mapping[str, Any]) -> dict[str, float]:
+    """`measure_cell` in a new process, so that the most memory it ever held is this cell's."""
+    done = subprocess.run([*COMMAND, "measure"], input=json.dumps(spec), capture_output=True, text=True, check=False)
+    error, found = reply(done.stdout) or (last_words(done.stderr, done.returncode), {})
+    if error is not None:
+        raise error
+    return found
+
+
+# What it says --------------------------------------------------------------------------------------------------------
+
+
+def reply(lines: str) -> tuple[UserError | None, dict[str, Any]] | None:
+    """What the process said of a cell: the error, if any, and other content. None if it has not said anything (yet)."""
+    if not lines.endswith("\n"):
+        return None
+    content = json.loads(lines.splitlines()[-1])
+    error = content.pop("error", None)
+    return (None if error is None else UserError(**error)), content
+
+
+def last_words(stderr: str, status: int) -> UserError:
+    """For a process that ended without a reply: how it was ended, or the last line that it wrote."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        return UserError(f"ended by {name}" + (", perhaps for lack of memory" * (name == "SIGKILL")), kind="crash")
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return UserError(lines[-1] if lines else f"ended with status {status}", kind="crash")
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    if not isinstance(error, UserError):
+        error = UserError(f"{type(error).__name__}: {error}", kind="unexpected")
+    return {"error": {name: getattr(error, name) for name in ("what", "where", "cure", "kind")}}
+
+
+# The process ---------------------------------------------------------------------------------------------------------
+
+
+def _serve(replies: IO[str]) -> int:
+    """Run what comes in until the input is closed. After an error the process ends: another cell gets a clean one."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    busy = threading.Event()
+    threading.Thread(target=_listen, args=(lines, busy), daemon=True).start()
+    import torch
+
+    threads = torch.get_num_threads()
+    while line := lines.get():
+        try:
+            run_cell(json.loads(line))
+            said: dict[str, Any] = {}
+        except Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            return STOPPED
+        except Exception as error:
+            traceback.print_exc()
+            said = _told(error)
+        busy.clear()
+        print(json.dumps(said), file=replies, flush=True)
+        if said:
+            return 2
+        _clean_up()
+        torch.set_num_threads(threads)  # a resumed run takes the number that it was started with
+    return 0
+
+
+def _listen(lines: queue.SimpleQueue[str], busy: threading.Event) -> None:
+    """Not through sys.stdin, whose lock would hold up the end of this process."""
+    rest = b""
+    while found := os.read(0, 1 << 16):
+        *whole, rest = (rest + found).split(b"\n")
+        for line in whole:
+            busy.set()
+            lines.put(line.decode())
+    if busy.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+    lines.put("")
+
+
+def _clean_up() -> None:
+    """Give back what the finished cell held, and forget its peaks."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # Linux: the peak of the resident memory
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def main(arguments: list[str]) -> int:
+    """0 finished, 2 a user's mistake, 130 stopped with its state saved."""
+    if len(arguments) == 2:
+        try:
+            run_cell(json.loads(Path(arguments[0]).read_text(encoding="utf-8").splitlines()[int(arguments[1])]))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            return STOPPED
+        return 0
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is not a reply
+    if arguments == ["measure"]:
+        try:
+            said: dict[str, Any] = measure_cell(json.loads(sys.stdin.readline()))
+        except UserError as error:
+            said = _told(error)
+        print(json.dumps(said), file=replies, flush=True)
+        return 2 if "error" in said else 0
+    return _serve(replies)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
