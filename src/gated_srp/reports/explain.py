@@ -12,13 +12,10 @@ from gated_srp.data.files.containers import CONTAINERS
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
-from gated_srp.progress import Event, Progress, silent
-from gated_srp.reports.heatmap import Request, draw_slide
+from gated_srp.progress import Progress, silent
+from gated_srp.reports.heatmap import draw_slide
 from gated_srp.reports.maps import SlideView, view_slide
-from gated_srp.slides.encoders import find_encoder
-from gated_srp.slides.extract import Extraction, extract_slides
-from gated_srp.slides.store import Trident
-from gated_srp.slides.tiles import Tiling
+from gated_srp.slides.extract import extract
 from gated_srp.training.predict import predict_files
 
 _CARD = ("cohort", "arm", "seed", "task", "classes", "encoder", "best_epoch", "split_hash", "temperature")
@@ -95,15 +92,22 @@ def explain(
     run, slide, out = Path(run), Path(slide), Path(out)
     if slide.suffix.lower() in CONTAINERS:
         return explain_file(run, slide, out)
-    spec = find_encoder(encoder or _encoder_of(run))
-    settings = Extraction(
-        encoder=spec,
-        tiling=Tiling(size=size or spec.tile, magnification=magnification),
-        layout=Trident(out / "features"),
-        weights=None if weights is None else Path(weights),
-        every_mpp=mpp,
+    outcome = extract(
+        [slide],
+        out / "features",
+        encoder=encoder or _encoder_of(run),
+        weights=weights,
+        size=size,
+        magnification=magnification,
+        mpp=mpp,
+        progress=lambda event: progress(event) if event.stage == "patches" else None,
     )
-    return explain_file(run, _features_of(slide, settings, progress), out, image=slide)
+    if outcome.failed:
+        raise outcome.failed[0]
+    if outcome.empty:
+        cure = f"Look at the preview: {outcome.previews / f'{slide.stem}.jpg'}"
+        raise UserError("no tissue was found", where=slide, cure=cure, kind="no_tissue")
+    return explain_file(run, outcome.folder / f"{slide.stem}.h5", out, image=slide)
 
 
 def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None) -> Explanation:
@@ -132,22 +136,6 @@ def _encoder_of(run: Path) -> str:
         what = "its card does not name the encoder of its features"
         raise UserError(what, where=run, cure="Name it with --encoder.", kind="no_encoder")
     return str(name)
-
-
-def _features_of(slide: Path, settings: Extraction, progress: Progress) -> Path:
-    """The slide's feature file, extracted if it is not there."""
-
-    def patches(event: Event) -> None:
-        if event.stage == "patches":
-            progress(event)
-
-    outcome = extract_slides([slide], settings, patches)
-    if outcome.failed:
-        raise outcome.failed[0]
-    if outcome.empty:
-        cure = f"Look at the preview: {settings.preview(slide)}"
-        raise UserError("no tissue was found", where=slide, cure=cure, kind="no_tissue")
-    return settings.file(slide)
 
 
 def predict_in_words(run: Path, file: Path) -> Prediction:
@@ -192,7 +180,7 @@ def _sections(view: SlideView, file: Path, out: Path, image: Path | None) -> tup
     sections, written = [], []
     for value, text in _WHAT.items():
         try:
-            drawn = draw_slide([view], file, Request(value=value, image=image), out)
+            drawn = draw_slide([view], file, out, value=value, image=image)
         except UserError:
             if value == "attention":
                 raise

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,19 +16,10 @@ from gated_srp.errors import Note, UserError
 from gated_srp.files import write_image
 from gated_srp.models import load_card, model_file
 from gated_srp.progress import Event, Progress, silent
+from gated_srp.reports import maps
 from gated_srp.reports.draw import contact_sheet, draw_maps, find_image, overview
 from gated_srp.reports.export import WRITERS
-from gated_srp.reports.maps import (
-    SCORES,
-    VALUES,
-    Patches,
-    PatchMap,
-    SlideView,
-    all_values,
-    maps_of,
-    read_scores,
-    view_slide,
-)
+from gated_srp.reports.maps import Patches, PatchMap, SlideView, read_scores, view_slide
 from gated_srp.slides.reader import ENDINGS
 
 
@@ -63,19 +55,6 @@ class Heatmaps:
     def _repr_html_(self) -> str:
         pictures = (base64.b64encode(slide._repr_png_()).decode() for slide in self.slides[:20])
         return "\n".join(f'<img style="max-width: 100%" src="data:image/png;base64,{picture}">' for picture in pictures)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What to show of a slide. ``value``: a name of `maps.VALUES`, or a CSV of scores."""
-
-    value: str = "attention"
-    layer: int | None = None
-    head: int | None = None
-    percentile: bool = False
-    image: Path | None = None  # None: the one that the feature file names, if it exists
-    exports: Sequence[str] = ()
-    stride: float | None = None
 
 
 def heatmap(
@@ -116,15 +95,8 @@ def heatmap(
     """
     paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     image = None if wsi is None else Path(wsi)
-    request = Request(
-        value=str(value),
-        layer=layer,
-        head=head,
-        percentile=percentile,
-        image=image,
-        exports=tuple(export),
-        stride=stride,
-    )
+    shown: dict[str, Any] = {"value": str(value), "layer": layer, "head": head, "percentile": percentile}
+    shown |= {"image": image, "export": export, "stride": stride}
     if unknown := [name for name in export if name not in WRITERS]:
         raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")
     files = feature_files(Path(features), paths)
@@ -138,12 +110,13 @@ def heatmap(
     for number, file in enumerate(files, 1):
         try:
             views = [view_slide(run, file, stride=stride, layer=layer) for run in paths]
-            drawn.append(draw_slide(views, file, request, Path(out)))
+            drawn.append(draw_slide(views, file, Path(out), **shown))
         except UserError as error:
             if len(files) == 1:
                 raise
             left_out.append(Note.of(error))
-        progress(Event("slides", number, len(files), file.name))
+        if len(files) > 1:
+            progress(Event("slides", number, len(files)))
     return Heatmaps(tuple(drawn), tuple(left_out))
 
 
@@ -184,29 +157,40 @@ class _Panel:
     run: int = 0
 
 
-def draw_slide(views: Sequence[SlideView], file: Path, request: Request, out: Path) -> SlideHeatmap:
-    """Draw and write one slide into ``out``. Without views the value must be a CSV of scores."""
-    panels = [panel for run, view in enumerate(views) for panel in _view_panels(view, request, run)]
-    panels = panels or [_score_panel(file, request)]
+def draw_slide(
+    views: Sequence[SlideView],
+    file: Path,
+    out: Path,
+    *,
+    value: str,
+    layer: int | None = None,
+    head: int | None = None,
+    percentile: bool = False,
+    image: Path | None = None,
+    export: Sequence[str] = (),
+    stride: float | None = None,
+) -> SlideHeatmap:
+    """As `heatmap`, of one slide that the models have seen already. Without views the value must be a CSV of scores."""
+    panels: list[_Panel] = []
+    for run, view in enumerate(views):
+        found = maps.maps_of(view, value, layer=layer, head=head)
+        table = {**(maps.all_values(view) if export else {}), **{one.name: one.values for one in found}}
+        panels += [_Panel(f"{view.run}\n{one.title}", view.patches, one, table, run) for one in found]
+    panels = panels or [_score_panel(file, value, stride)]
     own = panels[0].patches
-    image, slide = find_image(own, request.image), None
+    image, slide = find_image(own, image), None
     if image is not None:
         here, picture, canvas = overview(own, image)
         slide = picture, canvas
         scale = here.side / own.side  # 1, unless the file has microns
         panels = [replace(panel, patches=_scaled(panel.patches, scale)) for panel in panels]
     name = slide_stem(file)
-    kind = panels[0].one.name if len(panels) == 1 else Path(request.value).stem
+    kind = panels[0].one.name if len(panels) == 1 else Path(value).stem
     stem = f"{name}_" + re.sub(r"[^\w.-]+", "_", kind)  # a user's column may have any name
-    drawn = out / f"{stem}.png"
-    draw_maps(
-        [(panel.heading, panel.patches, panel.one) for panel in panels],
-        drawn,
-        title=f"{name}: " + (request.value if request.value in VALUES else f"scores of {Path(request.value).name}"),
-        slide=slide,
-        percentile=request.percentile,
-    )
-    sheet = None
+    title = f"{name}: " + (value if value in maps.VALUES else f"scores of {Path(value).name}")
+    drawn, sheet = out / f"{stem}.png", None
+    headed = [(panel.heading, panel.patches, panel.one) for panel in panels]
+    draw_maps(headed, drawn, title=title, slide=slide, percentile=percentile)
     if image is not None:
         sheet = out / f"{stem}_patches.png"
         write_image(contact_sheet(own, panels[0].one, image), sheet)
@@ -214,24 +198,18 @@ def draw_slide(views: Sequence[SlideView], file: Path, request: Request, out: Pa
     firsts = list({panel.run: panel for panel in reversed(panels)}.values())[::-1]
     for first in firsts:  # one file per run
         label = stem if len(firsts) == 1 else f"{stem}_run{first.run + 1}"
-        for export in request.exports:
-            exports.append(out / f"{label}.{export}")
-            WRITERS[export](exports[-1], first.patches, first.table, first.one)
+        for ending in export:
+            exports.append(out / f"{label}.{ending}")
+            WRITERS[ending](exports[-1], first.patches, first.table, first.one)
     return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels))
 
 
-def _view_panels(view: SlideView, request: Request, run: int) -> list[_Panel]:
-    found = maps_of(view, request.value, layer=request.layer, head=request.head)
-    table = {**(all_values(view) if request.exports else {}), **{one.name: one.values for one in found}}
-    return [_Panel(f"{view.run}\n{one.title}", view.patches, one, table, run) for one in found]
-
-
-def _score_panel(file: Path, request: Request) -> _Panel:
-    if Path(request.value).suffix.lower() not in SCORES:
-        where, cure = f"--value {request.value}", "Expected RUN... FEATURES."
-        raise UserError("shows a model, but no run was named", where=where, cure=cure)
-    patches = Patches.of(read_header(file, stride=request.stride))
-    one = read_scores(Path(request.value), patches)
+def _score_panel(file: Path, value: str, stride: float | None) -> _Panel:
+    if Path(value).suffix.lower() not in maps.SCORES:
+        cure = "Expected RUN... FEATURES."
+        raise UserError("shows a model, but no run was named", where=f"--value {value}", cure=cure)
+    patches = Patches.of(read_header(file, stride=stride))
+    one = read_scores(Path(value), patches)
     return _Panel(f"column {one.name}", patches, one, {one.name: one.values})
 
 

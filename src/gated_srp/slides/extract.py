@@ -67,19 +67,13 @@ class Extraction:
         weights = None if self.weights is None else self.weights.name
         return Job(slide, self.tiling, self.encoder.name, self.encoder.width, mpp, weights)
 
-    def file(self, slide: Path) -> Path:
-        """The feature file of a slide."""
-        return self.layout.path(self.job(slide))
-
-    def preview(self, slide: Path) -> Path:
-        return self.layout.picture(self.job(slide))
-
 
 @dataclass
 class Outcome:
-    """What became of each slide; ``folder`` has the feature files."""
+    """What became of each slide; ``folder`` has the feature files (SLIDE.h5), ``previews`` the pictures (SLIDE.jpg)."""
 
     folder: Path
+    previews: Path
     done: list[Path] = field(default_factory=list)
     there: list[Path] = field(default_factory=list)  # extracted before
     empty: list[Path] = field(default_factory=list)  # no tissue found; a file without rows is written
@@ -153,7 +147,8 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
     """As `extract`, with settings that are resolved already."""
     _refuse_same_names(slides)
     keep_freed_memory()
-    outcome, todo = Outcome(settings.file(slides[0]).parent), []
+    first = settings.job(slides[0])
+    outcome, todo = Outcome(settings.layout.path(first).parent, settings.layout.picture(first).parent), []
     finished = 0
 
     def tell(slide: Path, how: str) -> None:
@@ -226,8 +221,8 @@ def _plans(pool: Executor, slides: Sequence[Path], settings: Extraction) -> Iter
     """Each slide with its plan; the tissue of the next one is found while this one is encoded."""
 
     def submit(slide: Path) -> "Future[TilePlan]":
-        picture = settings.preview(slide)
-        return pool.submit(plan_slide, slide, settings.tiling, mpp=settings.job(slide).mpp, picture=picture)
+        job = settings.job(slide)
+        return pool.submit(plan_slide, slide, settings.tiling, mpp=job.mpp, picture=settings.layout.picture(job))
 
     ahead = submit(slides[0])
     for number, slide in enumerate(slides):
@@ -277,7 +272,7 @@ def _there(settings: Extraction, slide: Path) -> bool:
     if different:
         raise UserError(
             f"was extracted with other settings ({'; '.join(different)})",
-            where=settings.file(slide),
+            where=settings.layout.path(job),
             cure="Choose another -o, or remove the file to have it made again.",
             kind="other_settings",
         )
