@@ -3,8 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
-# A second environment that sees the packages of .venv, torch among them, below its own.
-LAYER = $(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")'
+SHELL := bash
 
 .PHONY: venv test quick lint demo bench docs lowest ray clean
 
@@ -43,7 +42,7 @@ bench: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
-# The lowest versions that pyproject.toml allows, on the torch of .venv; with TORCH=lowest its lowest too (several gigabytes).
+# The lowest versions that pyproject.toml allows. torch is linked from .venv, since its lowest is a download of gigabytes: TORCH=lowest.
 # Old libraries warn about their own past, so warnings are no errors here.
 lowest: .venv-lowest/.ready
 	.venv-lowest/bin/python -m pytest -n 2 --dist loadscope -q -W default tests/srp tests/tasks tests/data tests/training \
@@ -51,14 +50,17 @@ lowest: .venv-lowest/.ready
 
 .venv-lowest/.ready: $(READY) .ci/lowest.py
 	rm -rf .venv-lowest && $(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python $(PIP) $$($(BIN)/python .ci/lowest.py rest) $(if $(TORCH),$$($(BIN)/python .ci/lowest.py torch))
-	$(if $(TORCH),,.venv-lowest/bin/python $(PIP) --no-deps $$($(BIN)/python .ci/lowest.py torch | sed 's/torch==[^ ]* //'))
-	$(LAYER) > $$(echo .venv-lowest/lib/python3*/site-packages)/layer.pth
+	$(if $(TORCH),,ln -s $(CURDIR)/$$(echo .venv/lib/python3*/site-packages)/{torch,torchgen,functorch,torch-*.dist-info} .venv-lowest/lib/python3*/site-packages/)
+	.venv-lowest/bin/python $(PIP) pytest pytest-xdist hypothesis scikit-learn \
+		$$($(BIN)/python .ci/lowest.py $(if $(TORCH),,$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')))
+	printf '%s\n' $(CURDIR)/src $(CURDIR)/benchmarks > $$(echo .venv-lowest/lib/python3*/site-packages)/gated_srp.pth
 	@touch $@
 
 # Ray in an environment of its own: its dependencies are many, and only one engine of studies needs it.
 ray: $(READY)
-	@test -x .venv-ray/bin/python || { $(PYTHON) -m venv .venv-ray && $(LAYER) > $$(echo .venv-ray/lib/python3*/site-packages)/layer.pth; }
+	@# it sees what .venv has, torch among it, below its own packages
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python3*/site-packages)')" > $$(echo .venv-ray/lib/python3*/site-packages)/layer.pth
 	@if .venv-ray/bin/python $(PIP) -c constraints.txt ray; \
 		then .venv-ray/bin/python -m pytest -q tests/study/test_clusters.py; \
 		else echo "Ray cannot be fetched here: the tests of --engine ray are skipped"; fi

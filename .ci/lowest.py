@@ -1,13 +1,12 @@
-"""Print the lowest allowed versions of pyproject.toml as pip requirements: those that need torch (``torch``), or the others (``rest``)."""
+"""Print the lowest versions that pyproject.toml allows as pip requirements; an argument stands for the version of torch instead."""
 
 import re
 import sys
 import tomllib
 from pathlib import Path
 
-NEED_TORCH = {"torch", "lightning", "torchmetrics", "torchsurv"}
-
 project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
 wanted = project["dependencies"] + project["optional-dependencies"]["train"]
 bounds = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", one).groups() for one in wanted)
-print(*(f"{name}=={low}" for name, low in bounds.items() if (name in NEED_TORCH) == (sys.argv[1] == "torch")))
+bounds["torch"] = sys.argv[1] if len(sys.argv) > 1 else bounds["torch"]
+print(*(f"{name}=={low}" for name, low in bounds.items()))

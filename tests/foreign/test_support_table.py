@@ -1,4 +1,4 @@
-"""The README's support table says what the code does: every class in it is tried. timm's are tried by timm_checks.py."""
+"""The support table of docs/attach.md says what the code does: every class in it is tried. timm's are tried by timm_checks.py."""
 
 import pytest
 import support_table
