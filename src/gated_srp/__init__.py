@@ -13,10 +13,12 @@ __all__ = [
     "UserError",
     "__version__",
     "attach",
+    "check",
     "compare",
     "explain",
     "extract",
     "heatmap",
+    "init",
     "load_model",
     "report",
     "reproduce",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gated_srp.checks.check import check
+    from gated_srp.cohort_draft import init
     from gated_srp.errors import UserError
     from gated_srp.foreign import attach
     from gated_srp.models import load_model
@@ -43,9 +47,11 @@ _HOMES = {
     "attach": "gated_srp.foreign.handle",
     "compare": "gated_srp.study.comparison",
     "load_model": "gated_srp.models.store",
+    "check": "gated_srp.checks.check",
     "explain": "gated_srp.reports.explain",
     "extract": "gated_srp.slides.extract",
     "heatmap": "gated_srp.reports.heatmap",
+    "init": "gated_srp.cohort_draft",
     "report": "gated_srp.reports.page",
     "reproduce": "gated_srp.study.reproduction",
     "stats": "gated_srp.study.comparison",

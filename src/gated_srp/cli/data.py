@@ -1,14 +1,13 @@
 """Commands on cohorts and their tables."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gated_srp.cli.screen import LOG, console, say
-
-if TYPE_CHECKING:
-    from gated_srp.data.redundancy import Redundancy
+from gated_srp.errors import UserError
 
 
 def splits(
@@ -44,13 +43,13 @@ def check(
     """Say what was found, what is wrong and what to do. Exit status 1 when something must be mended."""
     import json
 
-    from gated_srp.checks.check import check as check_cohort
+    import gated_srp
     from gated_srp.cli.check_view import show
     from gated_srp.cli.progress import show_progress
     from gated_srp.files import write_whole
 
     with show_progress() as progress:
-        found = check_cohort(cohort, deep=deep, quarantine=quarantine, progress=progress)
+        found = gated_srp.check(cohort, deep=deep, quarantine=quarantine, progress=progress)
     if output is not None:
         write_whole(output, json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n")
     with console() as page:
@@ -93,44 +92,49 @@ def redundancy(
     ),
 ) -> None:
     """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides, or on photographs."""
-    from gated_srp.cli.progress import counting
-    from gated_srp.cli.redundancy_run import measure_images, measure_slides, refuse_mixed
+    from gated_srp.cli.progress import show_progress
+    from gated_srp.reports.redundancy import measure_cohort, measure_folder
 
-    refuse_mixed(
+    _refuse_mixed(
         {"COHORT": cohort, "--run": run, "--layer": layer},
         {"--images": images, "--encoder": encoder, "--weights": weights, "--size": size},
     )
-    if images is not None and encoder is not None:
-        with counting("photographs") as of:
-            found = measure_images(images, encoder, weights=weights, size=size, at_most=slides, seed=seed, progress=of)
-        what, unit = f"patch features of {encoder}", "photograph"
-    else:
-        assert cohort is not None
-        with counting("slides") as of:
-            found = measure_slides(cohort, run, layer=layer or 1, at_most=slides, seed=seed, progress=of)
-        what, unit = "patch features" if run is None else "patch tokens after attention", "slide"
-    _show_redundancy(found, output, what=what, unit=unit)
-
-
-def _show_redundancy(found: "tuple[str, list[Redundancy], list[str]]", output: Path, *, what: str, unit: str) -> None:
-    """Table, figure and the medians in words."""
-    from gated_srp.data.redundancy import pooled, quantiles, write_table
-    from gated_srp.reports.redundancy import draw_redundancy
-
-    name, measured, left_out = found
-    for reason in left_out:
+    with show_progress() as progress:
+        if images is not None and encoder is not None:
+            found = measure_folder(
+                images, encoder, weights=weights, size=size, at_most=slides, seed=seed, progress=progress
+            )
+        else:
+            assert cohort is not None
+            found = measure_cohort(cohort, run=run, layer=layer or 1, at_most=slides, seed=seed, progress=progress)
+    for reason in found.left_out:
         LOG.warning("left out: %s", reason)
-    everything = pooled(measured, name=f"all {unit}s")
-    write_table([*everything, *measured], output / "redundancy.csv")
-    title = f"{name}: local redundancy of {what}"
-    paths = draw_redundancy(measured, output / "redundancy", title=title, unit=unit)
-    for one in everything:
-        near, far = quantiles(one.neighbours), quantiles(one.random)
-        say(
-            f"{one.rows}: cosine to the neighbours' mean {near['median']:.3f} (half of the patches {near['q25']:.3f} to "
-            f"{near['q75']:.3f}), to the mean of as many random patches {far['median']:.3f} ({far['q25']:.3f} to {far['q75']:.3f})"
-        )
-    count = len(measured) // len(everything)
-    say(f"{len(everything[0].neighbours):,} patches with neighbours, {count:,} {unit}{'s' * (count != 1)}")
-    for path in (output / "redundancy.csv", *paths):
+    paths = found.write(output)
+    for line in found.lines():
+        say(line)
+    for path in paths:
         say(f"written: {path}")
+
+
+def _refuse_mixed(of_slides: Mapping[str, object], of_images: Mapping[str, object]) -> None:
+    """Slides or photographs, not both: each has arguments (the first of them needed) that mean nothing to the other."""
+    slides, photographs = ([name for name, value in own.items() if value is not None] for own in (of_slides, of_images))
+    if slides and photographs:
+        what = (
+            f"{', '.join(slides)} and {', '.join(photographs)} together: it measures slides (COHORT, with --run "
+            "perhaps) or photographs (--images FOLDER --encoder NAME)"
+        )
+        raise UserError(what, where="redundancy", cure="Give one of them, and call it twice to compare.")
+    if of_images["--images"] is not None and of_images["--encoder"] is None:
+        cure = (
+            "Name the one that your slides' features come from, e.g. --encoder uni_v2; --encoder efficientnet_lite0 "
+            "needs no download."
+        )
+        raise UserError("no encoder was named", where="redundancy --images", cure=cure)
+    if of_slides["COHORT"] is None and of_images["--images"] is None:
+        given = next(iter(slides + photographs), None)
+        what = f"{'nothing' if given is None else f'{given}, but nothing'} to measure was named"
+        cure = (
+            "Expected a cohort's YAML or a folder of feature files, or --images FOLDER --encoder NAME for photographs."
+        )
+        raise UserError(what, where="redundancy", cure=cure)

@@ -16,11 +16,12 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Look at a folder and a spreadsheet and write cohort.yaml; what cannot be seen is left as a choice in a comment."""
-    from gated_srp.cohort_draft import write_cohort
+    import gated_srp
 
-    draft = write_cohort(folder, table, output, sheet=sheet, force=force)
-    for line in draft.seen:
-        say(line)
+    draft = gated_srp.init(folder, table, out=output, sheet=sheet, force=force)
+    for note in draft.notes:
+        if note not in draft.choices:
+            say(str(note))
     say(f"written: {output}")
     for choice in draft.choices:
         LOG.warning("to choose in %s: %s", output, choice)

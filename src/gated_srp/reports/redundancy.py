@@ -4,7 +4,8 @@ Shapes: N patches, S side of a patch, L rows (CLS first, square padding last), H
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,20 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from gated_srp.data.redundancy import Redundancy, measure, pooled, quantiles
+from gated_srp.config.cohort import find_files, open_cohort, preparation
+from gated_srp.config.load import load_config
+from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.prepared import Preparation, prepare
+from gated_srp.data.redundancy import Redundancy, measure, pooled, quantiles, write_table
+from gated_srp.data.tables.matching import slide_stem
 from gated_srp.errors import UserError
+from gated_srp.models import load_model
 from gated_srp.models.attention import merge_heads
 from gated_srp.models.slide import SlideTransformer
+from gated_srp.progress import Event, Progress, silent
 from gated_srp.reports.figures import COLOURS, save, tidy
-from gated_srp.slides.encoders import PatchEncoder
-from gated_srp.slides.extract import encode
+from gated_srp.slides.encoders import PatchEncoder, find_encoder
+from gated_srp.slides.extract import best_device, encode
 from gated_srp.slides.tiles import lattice
 from gated_srp.srp.graph import PatchGraph
 
@@ -34,6 +42,131 @@ _FEWEST = 4  # least patches of a photograph: there must be neighbours, and othe
 
 
 # The figure -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The redundancy of a cohort's slides, or of photographs: ``what`` was compared, and why some were left out."""
+
+    name: str
+    what: str
+    unit: str
+    slides: list[Redundancy]
+    left_out: list[str]
+
+    @property
+    def pooled(self) -> list[Redundancy]:
+        """All patches together, once per kind of rows."""
+        return pooled(self.slides, name=f"all {self.unit}s")
+
+    def lines(self) -> list[str]:
+        """Medians and quartiles in words."""
+        everything = self.pooled
+        said = []
+        for one in everything:
+            near, far = quantiles(one.neighbours), quantiles(one.random)
+            said.append(
+                f"{one.rows}: cosine to the neighbours' mean {near['median']:.3f} (half of the patches {near['q25']:.3f} to "
+                f"{near['q75']:.3f}), to the mean of as many random patches {far['median']:.3f} ({far['q25']:.3f} to {far['q75']:.3f})"
+            )
+        count = len(self.slides) // len(everything)
+        counted = f"{count:,} {self.unit}{'s' * (count != 1)}"
+        return [*said, f"{len(everything[0].neighbours):,} patches with neighbours, {counted}"]
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """The table and the figure."""
+        table = Path(folder) / "redundancy.csv"
+        write_table([*self.pooled, *self.slides], table)
+        title = f"{self.name}: local redundancy of {self.what}"
+        return [table, *draw_redundancy(self.slides, Path(folder) / "redundancy", title=title, unit=self.unit)]
+
+
+def measure_cohort(
+    cohort: str | Path,
+    *,
+    run: str | Path | None = None,
+    layer: int = 1,
+    at_most: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Measured:
+    """How alike neighbouring patches of slides are, beside random ones: the paper's Fig. 1c.
+
+    Args:
+        cohort: a cohort's YAML, or a folder of feature files. Labels are not needed.
+        run: a run's folder or a model file: compare its tokens after attention ``layer`` instead of the features.
+        at_most: so many slides, evenly chosen.
+        seed: of the random patches.
+        progress: called after each slide.
+    """
+    name, files, settings = _files(Path(cohort))
+    files = [files[i] for i in _evenly(len(files), at_most)]
+    model = None if run is None else load_model(Path(run) / "model.safetensors" if Path(run).is_dir() else Path(run))
+    if model is not None and not isinstance(model, SlideTransformer):
+        raise UserError(
+            f"a {type(model).__name__} has no attention layers whose tokens could be measured", where=str(run)
+        )
+    measured: list[Redundancy] = []
+    left_out = []
+    for number, (slide, path) in enumerate(files, 1):
+        try:
+            bag = prepare(path, settings)
+            if not bag.graph.neighbour_count.any():
+                raise UserError("no patch has a neighbour", where=path)
+        except UserError as error:
+            left_out.append(str(error))
+            continue
+        finally:
+            progress(Event("slides", number, len(files)))
+        kinds = {"features": bag.features}
+        if model is not None:
+            kinds = attention_tokens(model, bag.features, bag.graph, layer)
+        measured += [measure(slide, rows, bag.graph, what=what, seed=seed) for what, rows in kinds.items()]
+    if not measured:
+        first = f"The first: {left_out[0]} " if left_out else ""
+        cure = f"{first}`gated-srp check` says what is wrong with each."
+        raise UserError("no slide can be measured", where=cohort, cure=cure)
+    what = "patch features" if run is None else "patch tokens after attention"
+    return Measured(name, what, "slide", measured, left_out)
+
+
+def measure_folder(
+    folder: str | Path,
+    encoder: str,
+    *,
+    weights: str | Path | None = None,
+    size: int | None = None,
+    at_most: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Measured:
+    """As `measure_cohort`, for ordinary photographs: their patches (side ``size``, else the encoder's) encoded as tiles of slides are."""
+    files = find_photographs(Path(folder))
+    files = [files[i] for i in _evenly(len(files), at_most)]
+    spec = find_encoder(encoder)
+    model = spec.load(None if weights is None else Path(weights)).to(best_device())
+    measured, left_out = measure_photographs(files, model, size=size or spec.tile, seed=seed, progress=progress)
+    return Measured(Path(folder).resolve().name, f"patch features of {encoder}", "photograph", measured, left_out)
+
+
+def _evenly(count: int, at_most: int | None) -> list[int]:
+    """Numbers of those that are taken of ``count``."""
+    taken = count if at_most is None else min(at_most, count)
+    return [i * count // taken for i in range(taken)]
+
+
+def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], Preparation]:
+    """Slides with their files: without a table every file of the folder is a slide."""
+    if cohort.is_dir():
+        found = find_bags(cohort)
+        names = [slide_stem(path) for path in found]
+        if len(set(names)) < len(names):  # the same slide in several folders
+            names = [str(path.relative_to(cohort).with_suffix("")) for path in found]
+        return cohort.resolve().name, list(zip(names, found, strict=True)), Preparation()
+    config = load_config(cohort)
+    if config.table or config.labels:
+        return config.name, list(open_cohort(config).matches.found.items()), preparation(config)
+    return config.name, [(slide_stem(path), path) for path in find_files(config)], preparation(config)
 
 
 def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str, unit: str = "slide") -> list[Path]:
@@ -167,12 +300,12 @@ def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_photographs(
-    paths: Sequence[Path], encoder: PatchEncoder, *, size: int, seed: int = 0, step: Callable[[object], object] = id
+    paths: Sequence[Path], encoder: PatchEncoder, *, size: int, seed: int = 0, progress: Progress = silent
 ) -> tuple[list[Redundancy], list[str]]:
     """The redundancy of each photograph's patch features, and why some were left out."""
     measured, left_out = [], []
     folder = Path(os.path.commonpath([path.parent for path in paths]))  # below it, names are unique
-    for path in paths:
+    for number, path in enumerate(paths, 1):
         try:
             tiles, corners = cut_photograph(path, size)
         except UserError as error:
@@ -182,7 +315,7 @@ def measure_photographs(
             features = torch.from_numpy(np.concatenate(parts))  # (N, D)
             graph = PatchGraph.from_coords(torch.from_numpy(corners), stride=size)
             measured.append(measure(path.relative_to(folder).as_posix(), features, graph, seed=seed))
-        step(path)
+        progress(Event("photographs", number, len(paths)))
     if not measured:
         raise UserError(f"no photograph can be measured. The first: {left_out[0]}")
     return measured, left_out

@@ -20,6 +20,7 @@ from factories import (
 )
 from typer.testing import CliRunner
 
+import gated_srp
 from gated_srp.checks.check import check
 from gated_srp.checks.estimate import Machine, Trunk
 from gated_srp.checks.survey import look_at, survey
@@ -308,3 +309,15 @@ def test_the_command_exits_with_1_when_something_must_be_mended_and_writes_json(
 def test_one_file_of_a_layout_passes(writer, tmp_path):
     writer(tmp_path, "s", make_slide(width=1536))
     assert not check(tmp_path, deep=True).notes
+
+
+def test_a_check_is_a_table_in_a_notebook_and_the_quarantine_is_a_list(tmp_path):
+    BROKEN["zero bytes"][1](tmp_path / "<s1>.h5")
+    found = gated_srp.check(str(tmp_path))
+    assert not found.ok
+    assert [note.kind for note in found.errors] == ["zero_bytes"]
+    assert found.quarantine == (tmp_path / "<s1>.h5",)
+    assert list(found.to_frame()["level"]) == ["error"]
+    assert "not ready, 1 to mend" in found._repr_html_()
+    assert "<s1>" not in found._repr_html_()
+    assert found.to_json()["findings"][0]["severity"] == "error"  # as check.json has always called it

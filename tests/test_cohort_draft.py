@@ -6,8 +6,9 @@ import yaml
 from factories import make_slide, write_atlaspatch, write_trident
 from typer.testing import CliRunner
 
+import gated_srp
 from gated_srp.cli.first import init
-from gated_srp.cohort_draft import draft_cohort, write_cohort
+from gated_srp.cohort_draft import draft_cohort
 from gated_srp.config import load_config, open_cohort
 from gated_srp.errors import UserError
 
@@ -30,7 +31,7 @@ def table(home, name="mine.csv", **columns):
 
 def test_a_folder_and_a_spreadsheet_in_the_usual_form_need_no_choice(home):
     path = table(home, "mine.xlsx", label=["10", "9", "10", "9", "10", "9"])
-    draft = write_cohort(home / "job", path, home / "cohort.yaml")
+    draft = gated_srp.init(home / "job", path, out=home / "cohort.yaml")
     assert draft.choices == []
     config = load_config(home / "cohort.yaml")
     assert (config.name, config.task, config.target, config.encoder) == ("mine", "classification", "label", "uni_v2")
@@ -44,12 +45,12 @@ def test_a_column_that_names_the_files_is_the_slide_whatever_it_is_called(home):
     path = home / "odd.csv"
     rows = {"Scan no": [f"s{i}" for i in range(6)], "comment": ["fine"] * 6, "label": list("ababab")}
     pd.DataFrame(rows).to_csv(path, index=False)
-    assert yaml.safe_load(draft_cohort(home / "job", path, home).text)["slide"] == "Scan no"
+    assert yaml.safe_load(draft_cohort(home / "job", path, home / "cohort.yaml").text)["slide"] == "Scan no"
 
 
 def test_survival_says_what_one_means(home):
     path = table(home, os_days=[3, 3, 5, 5, 8, 8], censorship=[1, 1, 0, 0, 0, 0])
-    draft = draft_cohort(home / "job", path, home)
+    draft = draft_cohort(home / "job", path, home / "cohort.yaml")
     settings = yaml.safe_load(draft.text)
     assert (settings["task"], settings["time"], settings["censorship"]) == ("survival", "os_days", "censorship")
     assert "1 = censored; 0 (4), 1 (2)" in draft.text and draft.choices == []
@@ -57,7 +58,7 @@ def test_survival_says_what_one_means(home):
 
 def test_two_tasks_are_a_choice_and_each_choice_works(home):
     path = table(home, label=list("ababab"), time=[3, 3, 5, 5, 8, 8], event=[1, 1, 0, 0, 1, 1], grade=list("112211"))
-    draft = write_cohort(home / "job", path, home / "cohort.yaml")
+    draft = gated_srp.init(home / "job", path, out=home / "cohort.yaml")
     assert len(draft.choices) == 1 and not {"target", "time"} & set(yaml.safe_load(draft.text))
     for chosen, task in (
         (("target: label",), "classification"),
@@ -73,16 +74,18 @@ def test_two_tasks_are_a_choice_and_each_choice_works(home):
 
 def test_the_only_column_that_can_be_classes_is_not_asked_for(home):
     path = table(home, Diagnosis=list("ababab"), age=[41, 42, 43, 44, 45, 46])
-    draft = draft_cohort(home / "job", path, home)
+    draft = draft_cohort(home / "job", path, home / "cohort.yaml")
     assert yaml.safe_load(draft.text)["target"] == "Diagnosis" and draft.choices == []
-    assert "# the only column that can be classes" in draft.text and "Diagnosis: a (3), b (3)" in draft.seen
+    assert "# the only column that can be classes" in draft.text and "Diagnosis: a (3), b (3)" in [
+        note.what for note in draft.notes
+    ]
     two = draft_cohort(home / "job", table(home, Diagnosis=list("ababab"), sex=list("fmmffm")), home)
     assert "target" not in yaml.safe_load(two.text) and len(two.choices) == 1
 
 
 def test_patient_columns_that_disagree_are_a_choice(home):
     path = table(home, case_id=["c0", "c0", "c0", "c1", "c1", "c1"], label=list("ababab"))
-    draft = draft_cohort(home / "job", path, home)
+    draft = draft_cohort(home / "job", path, home / "cohort.yaml")
     assert "case" not in yaml.safe_load(draft.text) and "# case: case_id      # 2 patients" in draft.text
     assert yaml.safe_load(draft.text)["target"] == "label"  # the other question is answered all the same
 
@@ -100,16 +103,16 @@ def test_two_encoders_are_a_choice_be_it_in_folders_or_in_files(home):
 
 def test_a_table_that_names_no_file_is_said(home):
     path = table(home, slide_id=[f"x{i}" for i in range(6)], patient=[f"y{i}" for i in range(6)], label=list("ababab"))
-    assert "none of its values names a feature file" in draft_cohort(home / "job", path, home).text
+    assert "none of its values names a feature file" in draft_cohort(home / "job", path, home / "cohort.yaml").text
 
 
 def test_what_is_there_stays_unless_forced(home):
     path, output = table(home, label=list("ababab")), home / "cohort.yaml"
     output.write_text("mine")
     with pytest.raises(UserError, match="stays as it is"):
-        write_cohort(home / "job", path, output)
+        gated_srp.init(home / "job", path, out=output)
     assert output.read_text() == "mine"
-    write_cohort(home / "job", path, output, force=True)
+    gated_srp.init(home / "job", path, out=output, force=True)
     assert output.read_text().startswith("# Written by")
     assert not list(home.glob(".cohort.yaml*"))
 
@@ -124,7 +127,7 @@ def test_names_that_yaml_could_misread_come_back_as_they_are(home):
     odd = "No: # yes\nand {more}"
     frame = pd.DataFrame({odd: [f"s{i}" for i in range(6)], "label": ["no", "yes"] * 3})
     frame.to_csv(home / "odd.csv", index=False)
-    write_cohort(home / "job", home / "odd.csv", home / "cohort.yaml")
+    gated_srp.init(home / "job", home / "odd.csv", out=home / "cohort.yaml")
     assert load_config(home / "cohort.yaml").slide == odd
 
 
