@@ -27,6 +27,7 @@ from gated_srp.errors import UserError
 from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
+_IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
 _PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
 _SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
 _NULLS = {"", "~", "null", "Null", "NULL"}
@@ -109,18 +110,15 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     values.setdefault("score", kind.score)
     section = values.get("train") or {}
     if isinstance(section, dict):
-        own = (
-            find_cohort("ADP").recipe if values.get("images") is not None else kind.recipe
-        )  # images: whatever the task
+        own = kind.recipe if values.get("images") is None else find_cohort("ADP").recipe
         values["train"] = asdict(preset.recipe if preset and preset.task == kind.name else own) | section
     for key in ("model", "cache"):
         if values.get(key, {}) is None:
             del values[key]
     if values.get("images") is not None:
-        arms = {name: arm for name, arm in ARMS.items() if arm.images}
-        values.setdefault("arms", tuple(arms))
+        values.setdefault("arms", _IMAGE_ARMS)
         section = values.get("model", {})
-        defaults = dict(next(iter(arms.values())).defaults)
+        defaults = dict(ARMS[_IMAGE_ARMS[0]].defaults)
         values["model"] = defaults | section if isinstance(section, dict) else section
 
 
