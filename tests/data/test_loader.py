@@ -21,7 +21,7 @@ POSITIONS = st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size
 
 
 def naive_cap(coords, cap):
-    """PROTOCOL section 4, word by word."""
+    """The paper's rule for capping a bag, word by word."""
     order = sorted(range(len(coords)), key=lambda row: (coords[row][0], coords[row][1]))
     return [order[int(place)] for place in np.linspace(0, len(coords) - 1, cap)]
 

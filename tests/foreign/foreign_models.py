@@ -293,7 +293,7 @@ def our_block(parts: Weights, correction: GatedSRP | None) -> Block:
 def check_equals_our_own_blocks(
     case: Case, model: nn.Module, blocks: list[Any], parts: Callable[[Any], Weights]
 ) -> None:
-    """Tokens in and out of the foreign blocks, against `Block` with the same weights on the graph that PROTOCOL asks for."""
+    """Tokens in and out of the foreign blocks, against `Block` with the same weights on the graph that the paper asks for."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -63,7 +63,7 @@ class Handle:
         return (parameter for _, parameter in self.named_parameters())
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """For an optimiser: weights of the gates decay, their biases don't (PROTOCOL 4)."""
+        """For an optimiser: weights of the gates decay, their biases do not, as in the paper."""
         named = list(self.named_parameters())
         return [
             {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": weight_decay},

@@ -82,7 +82,7 @@ class Neighbourhood:
             )
 
     def observe(self, tokens: Tensor) -> None:
-        """phi of PROTOCOL 1: the tokens (B, L, C) that enter the first block, positions added, detached, per image."""
+        """The features of which homogeneity is measured: the tokens (B, L, C) that enter the first block, positions added, detached, per image."""
         if self.measured:
             batch, length = tokens.shape[:2]
             rows = self._fit(batch, length, tokens.device)
