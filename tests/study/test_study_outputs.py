@@ -12,8 +12,7 @@ from study.test_reproduction import FOLDER
 from gated_srp.errors import UserError
 from gated_srp.reports.curves import precision_recall
 from gated_srp.reports.page.contents import read_contents
-from gated_srp.reports.reproduction import reproduction_grid
-from gated_srp.reports.study import write_comparison
+from gated_srp.reports.study import reproduction_grid, write_comparison
 from gated_srp.reports.tables import tone_colour
 from gated_srp.study.cells import read_predictions
 from gated_srp.study.comparison import collect, compare_cells

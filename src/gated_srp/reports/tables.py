@@ -70,19 +70,15 @@ def comparison_grid(results: pd.DataFrame, comparison: Comparison, *, title: str
     """Mean ± std over seeds, the best of a column bold, a tone only where the interval of the difference excludes zero."""
     columns = _columns(comparison)
     means, stds, counts = (_wide(results, columns, how) for how in ("mean", "std", "count"))
-    tones = {
-        (c.arm, str(c.cohort), c.metric): _tone(c.test.mean, c.metric)
-        for c in comparison.cohorts
-        if c.test.excludes_zero
-    }
+    certain = [cell for cell in comparison.cohorts if cell.test.excludes_zero]
+    tones = {(cell.arm, str(cell.cohort), cell.metric): _tone(cell.test.mean, cell.metric) for cell in certain}
     rows = []
     for arm in means.index:
         entries = []
         for column in columns:
             mean, std, count = means.loc[arm, column], stds.loc[arm, column], counts.loc[arm, column]
-            spread = "" if math.isnan(std) else f" ± {std:.4f}"
-            fewer = "" if count == counts[column].max() else f" (n={int(count)})"
-            text = "–" if math.isnan(mean) else f"{mean:.4f}{spread}{fewer}"
+            fewer = "" if count == counts[column].max() or math.isnan(mean) else f" (n={int(count)})"
+            text = mean_and_std(mean, std) + fewer
             best = bool(mean == best_of(means[column], column[1]))
             entries.append(Entry(text, best, tones.get((str(arm), *column))))
         rows.append((str(arm), tuple(entries)))
@@ -99,23 +95,26 @@ def std_grid(results: pd.DataFrame, comparison: Comparison, *, title: str, notes
     """Standard deviations over seeds, the lowest of a column bold."""
     columns = _columns(comparison)
     stds = _wide(results, columns, "std")
-    rows = tuple(
-        (
-            str(arm),
-            tuple(
-                Entry("–" if math.isnan(std) else f"{std:.4f}", bool(std == stds[column].min()))
-                for column, std in stds.loc[arm].items()
-            ),
+    rows = []
+    for arm in stds.index:
+        found = stds.loc[arm].items()
+        rows.append(
+            (str(arm), tuple(Entry(mean_and_std(std, math.nan), bool(std == stds[c].min())) for c, std in found))
         )
-        for arm in stds.index
-    )
-    return Grid(
-        title, columns, rows, (*notes, "Standard deviation over seeds; the lowest of a column is bold."), "tab:std"
-    )
+    note = "Standard deviation over seeds; the lowest of a column is bold."
+    return Grid(title, columns, tuple(rows), (*notes, note), "tab:std")
+
+
+def mean_and_std(mean: float, std: float) -> str:
+    """
+    >>> mean_and_std(0.5, 0.01), mean_and_std(0.5, math.nan), mean_and_std(math.nan, math.nan)
+    ('0.5000 ± 0.0100', '0.5000', '–')
+    """
+    return "–" if math.isnan(mean) else f"{mean:.4f}" + ("" if math.isnan(std) else f" ± {std:.4f}")
 
 
 def best_of(values: pd.Series, metric: str) -> float:
-    """The best value of a column; not a number if there is none."""
+    """The best value of a column; not a number where there is none."""
     return float(values.min() if metric in LOWER_IS_BETTER else values.max())
 
 
@@ -145,7 +144,7 @@ def _wide(results: pd.DataFrame, columns: Sequence[Column], how: str) -> pd.Data
 
 
 def markdown(grid: Grid) -> str:
-    """A table that reads well as text, too."""
+    """A table that is aligned as plain text, too."""
     heads = [f"{short(cohort)} {metric_name(metric)}" for cohort, metric in grid.columns]
     body = [[arm_title(name), *(_marked(entry) for entry in entries)] for name, entries in grid.rows]
     table = [["", *heads], *body]
@@ -195,7 +194,7 @@ def latex(grid: Grid) -> str:
 
 
 def as_csv(grid: Grid) -> str:
-    """Plain texts, a row an arm; marks are columns of words in no CSV, so the notes stay in the other two."""
+    """Plain texts, one row per arm; marks and notes are in the other formats only."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["arm", *(f"{cohort} {metric}" for cohort, metric in grid.columns)])

@@ -208,8 +208,7 @@ def _write_table(
 ) -> ReproducedStudy:
     from gated_srp.checks.estimate import this_machine
     from gated_srp.models import find_arm
-    from gated_srp.reports.reproduction import write_reproduction
-    from gated_srp.reports.study import write_comparison
+    from gated_srp.reports.study import write_comparison, write_reproduction
 
     if study.kind == "runtime":
         results, notes = measured(cells, running), (*notes, f"Measured on {this_machine().name}.")
