@@ -25,7 +25,7 @@ from gated_srp.errors import UserError
 from gated_srp.models import ARMS, Sizes, find_arm
 from gated_srp.study.cells import Cell, Row, plan
 
-Kind = Literal["table", "runtime", "trajectories", "signed-gate", "elsewhere"]
+Kind = Literal["table", "runtime", "trajectories", "signed-gate", "claims", "elsewhere"]
 UNTUNED = {"model.delta": Sizes.delta, "model.hidden_dim": Sizes.hidden_dim}
 
 

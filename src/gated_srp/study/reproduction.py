@@ -16,6 +16,7 @@ from gated_srp.config.cohort import CohortData, open_cohort
 from gated_srp.errors import UserError
 from gated_srp.progress import Progress, silent
 from gated_srp.study.cells import Cell, distinct
+from gated_srp.study.claims import judge_claims, read_claims, write_claims
 from gated_srp.study.comparison import collect, compare_cells
 from gated_srp.study.paper import (
     PublishedTable,
@@ -23,6 +24,7 @@ from gated_srp.study.paper import (
     Study,
     paper_settings,
     plan_study,
+    read_published,
     read_studies,
     studies_folder,
 )
@@ -135,6 +137,7 @@ def reproduce(
         raise UserError(
             f"{name} has no such cohort", where=f"cohorts {','.join(cohorts)}", cure=f"Its cohorts: {there}."
         )
+    studies.sort(key=lambda study: study.kind == "claims")  # they read what the others have written
     plans = [(study, *plan_study(study, sources, cohorts=cohorts, seeds=seeds)) for study in studies]
     notes = tuple(dict.fromkeys(note for _, _, notes in plans for note in notes))
     for note in notes:
@@ -198,6 +201,14 @@ def write_study(
             runs = {c: [cell.key for cell in cells if cell.cohort == c and cell.run.finished] for c in cohorts}
             present = {cohort: paths for cohort, paths in runs.items() if paths}
             files += draw_trajectories(present, folder / f"trajectories_{name}", title=study.rows[0].name)
+    elif study.kind == "claims":
+        table = judge_claims(
+            read_claims(studies_folder() / f"{study.name}.yaml"),
+            read_published(studies_folder() / "published.yaml"),
+            folder.parent.parent,
+        )
+        files = write_claims(folder, study.title, table)
+        return ReproducedStudy(study, (), table, folder=folder, files=tuple(files))
     elif study.kind != "elsewhere" and cells:
         return _write_table(folder, study, cells, notes, running)
     return ReproducedStudy(study, tuple(cells), folder=folder, files=tuple(files))
