@@ -44,6 +44,8 @@ def test_the_page_holds_prediction_maps_card_and_a_warning_in_one_file(tmp_path)
         assert wanted in text
     assert text.count("data:image/png;base64,") == 5  # attention, change, beta, correction, homogeneity
     assert "http" not in text and all(path.is_file() for path in pictures)
+    assert set(found.prediction.answers) == {"predicted", "probability of benign", "probability of tumour"}
+    assert found._repr_html_().startswith("<iframe") and not found.prediction.unlike
 
 
 def test_a_slide_unlike_the_training_slides_is_flagged_and_one_without_a_task_says_why(tmp_path):

@@ -10,6 +10,7 @@ from factories import LAYOUTS, Slide, make_slide, write_clam, write_trident
 from PIL import Image
 from typer.testing import CliRunner
 
+import gated_srp
 from gated_srp.cli import slides as commands
 from gated_srp.data.files.formats import read_header
 from gated_srp.errors import UserError
@@ -314,6 +315,31 @@ def test_the_command_draws_with_and_without_the_slide_and_over_several_runs(tmp_
     assert names == ["s_attention.png", "s_attention_patches.png", "s_attention_run1.csv", "s_attention_run2.csv"]
     with Image.open(tmp_path / "over" / "s_attention.png") as drawn:
         assert drawn.size[0] > 1000  # three panels: gated attention, signed difference, its positive part
+
+
+def test_the_function_returns_the_maps_and_the_files_and_a_notebook_shows_the_picture(tmp_path, slide_file):
+    image, file, _ = slide_file
+    run, _ = _run(tmp_path / "run")
+    found = gated_srp.heatmap(str(run), str(file), wsi=image, export=["csv"], out=tmp_path / "out")
+    (slide,) = found.slides
+    assert [path.name for path in found.written] == [
+        f"s_attention_layer3{end}" for end in (".png", "_patches.png", ".csv")
+    ]
+    assert all(path.is_file() for path in found.written) and not found.left_out
+    assert slide.slide == "s" and [one.name for one in slide.maps] == ["attention_layer3"]
+    assert slide._repr_png_().startswith(b"\x89PNG") and found._repr_html_().count("data:image/png;base64,") == 1
+
+
+def test_a_slide_of_a_folder_that_cannot_be_drawn_is_a_note_and_each_slide_is_an_event(tmp_path, slide_file):
+    _, file, _ = slide_file
+    run, _ = _run(tmp_path / "run")
+    (file.parent / "cut.h5").write_bytes(file.read_bytes()[:99])
+    events = []
+    found = gated_srp.heatmap(run, file.parent, value="homogeneity", out=tmp_path / "out", progress=events.append)
+    assert [slide.slide for slide in found.slides] == ["s"]
+    (note,) = found.left_out
+    assert note.where == (str(file.parent / "cut.h5"),) and note.level == "error"
+    assert [(event.stage, event.done, event.total) for event in events] == [("slides", 1, 2), ("slides", 2, 2)]
 
 
 def test_scores_of_ones_own_need_no_run(tmp_path, slide_file):

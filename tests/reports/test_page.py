@@ -208,8 +208,9 @@ def test_names_of_maps_tell_slide_value_and_layer():
 
 
 def test_the_page_is_written_whole(home, tmp_path):
-    size = report(home, out=tmp_path / "out" / "report.html").size
-    assert size == (tmp_path / "out" / "report.html").stat().st_size and len(list((tmp_path / "out").iterdir())) == 1
+    written = report(str(home), out=tmp_path / "out" / "report.html")
+    assert Path(written) == tmp_path / "out" / "report.html" and "report.html" in written._repr_html_()
+    assert written.size == Path(written).stat().st_size and len(list((tmp_path / "out").iterdir())) == 1
 
 
 def test_the_settings_on_the_page_are_those_of_the_run(home, page):

@@ -17,6 +17,7 @@ import typer
 from images import mean_colour, picture, write_slide
 from typer.testing import CliRunner
 
+import gated_srp
 from gated_srp.cli import slides as commands
 from gated_srp.data import BagError, read_bag
 from gated_srp.errors import UserError
@@ -216,6 +217,22 @@ def test_efficientnet_gives_the_real_slide_the_same_features_in_batches_of_1_and
     assert together.shape == (16, 1280)
     assert np.abs(together - alone).max() < 1e-4
     assert together.std(0).max() > 0.1  # patches differ
+
+
+def test_the_function_extracts_a_folder_and_reports_slides_and_patches(tmp_path):
+    slide = _slide(tmp_path / "in")
+    (tmp_path / "in" / "text.svs").write_text("no")
+    events = []
+    outcome = gated_srp.extract(
+        str(tmp_path / "in"), tmp_path / "out", encoder=mean_colour(), batch=5, workers=0, progress=events.append
+    )
+    assert outcome.done == [slide] and [error.kind for error in outcome.failed] == ["unreadable"]
+    assert (outcome.folder / "a.h5").is_file() and (outcome.previews / "a.jpg").is_file()
+    assert [(e.done, e.total) for e in events if e.stage == "patches"] == [(0, 12), (5, 12), (10, 12), (12, 12)]
+    last = [e for e in events if e.stage == "slides"]
+    assert [(e.done, e.total, e.data.name) for e in last] == [(1, 2, "a.tif"), (2, 2, "text.svs")]
+    assert last[0].text == "a.tif: 12 patches" and last[1].text.startswith("text.svs: left out: not a slide")
+    assert str(outcome).endswith("1 extracted, 1 left out")
 
 
 def _run(*arguments):

@@ -49,9 +49,9 @@ def draw_kaplan_meier(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, m
     figure, axes = panels(len(rows))
     for axis, (row, cells) in zip(axes, rows.items(), strict=True):
         p_values = [p for cell in cells if not math.isnan(p := _draw_groups(axis, cell))]
-        said = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
-        said += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
-        tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{said}")
+        test = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
+        test += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
+        tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{test}")
         axis.set_ylim(0, 1.02)
     for colour, style, label in _GROUPS.values():
         axes[0].plot([], [], color=colour, linestyle=style, label=label)

@@ -151,7 +151,7 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
     outcome, todo = Outcome(settings.layout.path(first).parent, settings.layout.picture(first).parent), []
     finished = 0
 
-    def tell(slide: Path, how: str) -> None:
+    def report(slide: Path, how: str) -> None:
         nonlocal finished
         finished += 1
         progress(Event("slides", finished, len(slides), f"{slide.name}: {how}", slide))
@@ -159,7 +159,7 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
     for slide in slides:
         if _there(settings, slide):
             outcome.there.append(slide)
-            tell(slide, "there already")
+            report(slide, "there already")
         else:
             todo.append(slide)
     if not todo:
@@ -168,7 +168,7 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
     pool = _pool(settings.workers)
     try:
         for slide, plan in _plans(pool, todo, settings):
-            tell(slide, _extract_one(pool, slide, plan, settings, encoder, outcome, progress))
+            report(slide, _extract_one(pool, slide, plan, settings, encoder, outcome, progress))
     except BrokenProcessPool as error:
         raise UserError(
             "a reading process was ended from outside, most likely for lack of memory. Slides finished before are kept",

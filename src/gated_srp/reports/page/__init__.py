@@ -33,7 +33,7 @@ _CAPTIONS = {
     "kaplan_meier": "Survival of test patients by predicted risk",
     "roc": "ROC and precision-recall on test slides",
     "reliability": "Calibration on test slides",
-    "redundancy": "How alike neighbouring patches are",
+    "redundancy": "How similar neighbouring patches are",
     "history": "Loss and score by epoch",
     "signed_gate": "Geometry of the signed gate",
 }
@@ -171,8 +171,8 @@ def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> It
 def _result(run: FinishedRun) -> dict[str, str]:
     metric = str(run.metrics.get("select"))
     value = run.scores.get(metric)
-    said = "is not defined on its test set" if value is None else f"{value:.4f} on the test set"
-    words = f"{metric_name(metric)} {said}. One run: it says how this model does, not whether its method is better."
+    result = "is not defined on its test set" if value is None else f"{value:.4f} on the test set"
+    words = f"{metric_name(metric)} {result}. One run: it says how this model does, not whether its method is better."
     return {"what": f"{run_name(run)}, {run.cohort}, seed {run.unit}", "words": words, "tone": "open"}
 
 
