@@ -120,6 +120,31 @@ def test_a_cell_ends_when_the_process_that_started_it_is_killed(tmp_path):
         assert process.wait(60) == -15
 
 
+WORKER = """
+import json, os, pathlib, sys
+for line in sys.stdin:
+    cell = json.loads(line)
+    folder = pathlib.Path(cell["config"]["out"], "toy", cell["arm"], f"seed{cell['seed']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "pids").open("a") as file:
+        file.write(f"{os.getpid()} ")
+    if cell["seed"] == 13 and len((folder / "pids").read_text().split()) < 2:
+        os._exit(3)
+    (folder / "metrics.json").write_text("{}")
+    print("{}", flush=True)
+"""
+
+
+def test_a_worker_runs_one_cell_after_the_other_and_is_replaced_when_it_crashes(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    found = cells(tmp_path, ("na",), (1, 2, 13, 3))
+    board = Board(found)
+    run_local(board, [Slot(1)], command=(sys.executable, str(tmp_path / "worker.py")))
+    assert [board[cell].state for cell in found] == ["finished"] * 4
+    one, two, crashed, three = [(cell.key / "pids").read_text().split() for cell in found]
+    assert one == two == crashed[:1] and three == crashed[1:] and one != three
+
+
 def test_cells_share_the_threads_and_the_memory():
     import os
 

@@ -149,6 +149,9 @@ def _serve(replies: IO[str]) -> int:
     threading.Thread(target=_listen, args=(lines, busy), daemon=True).start()
     import torch
 
+    import gated_srp.training.train  # noqa: F401 - all that cells need
+
+    gc.freeze()  # libraries need not be searched for garbage after each cell
     threads = torch.get_num_threads()
     while line := lines.get():
         try:
@@ -215,7 +218,9 @@ def main(arguments: list[str]) -> int:
             said = _told(error)
         print(json.dumps(said), file=replies, flush=True)
         return 2 if "error" in said else 0
-    return _serve(replies)
+    status = _serve(replies)
+    sys.stderr.flush()
+    os._exit(status)  # all is on disk; taking the libraries down would keep the study waiting for seconds
 
 
 if __name__ == "__main__":
