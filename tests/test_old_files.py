@@ -15,8 +15,8 @@ from training.toy_cohorts import open_config, write_cohort, write_survival_cohor
 from gated_srp import attach
 from gated_srp.data.cache import BagCache
 from gated_srp.data.prepared import Preparation, prepare
-from gated_srp.training import train_run
-from gated_srp.training.predict import predict_files
+from gated_srp.training.predict import predict
+from gated_srp.training.train import train
 
 OLD = Path(__file__).with_name("fixtures") / "v0_1"
 PLACE = b"@HERE@@@@@@@@"
@@ -67,10 +67,10 @@ def test_a_run_begun_by_the_old_code_ends_with_the_bits_of_the_old_code(old, tmp
     config = open_config(old / "classification/cohort.yaml", out=str(tmp_path))
     torch.set_num_threads(1)
     expected = numbers(OLD / RUNS[0])
-    fresh = numbers(train_run(config, arm="gated_srp", seed=42, quiet=True))
+    fresh = numbers(train(config, arm="gated_srp", seed=42).path)
     assert same(fresh, expected, 1e-4)
     begun = open_config(old / "classification/cohort.yaml", out=str(old / "classification/begun"))
-    resumed = train_run(begun, arm="gated_srp", seed=42, quiet=True)
+    resumed = train(begun, arm="gated_srp", seed=42).path
     assert "goes on at epoch 2, bag" in (resumed / "log.txt").read_text()
     # Another processor rounds otherwise; one that computes the old bits from the start must also end with them.
     assert same(numbers(resumed), expected, 0.0 if same(fresh, expected, 0.0) else 1e-4)
@@ -80,7 +80,7 @@ def test_a_run_begun_by_the_old_code_ends_with_the_bits_of_the_old_code(old, tmp
 def test_an_old_finished_run_predicts_what_it_predicted(old, run):
     truth = pd.read_csv(OLD / run / "predictions_test_slide.csv")
     feats = old / run.split("/")[0] / "feats/20x_256px_0px_overlap/features_uni_v2"
-    found = predict_files([old / run], [feats / f"{slide}.h5" for slide in truth["slide"]]).table
+    found = predict([old / run], [feats / f"{slide}.h5" for slide in truth["slide"]]).table
     column = "risk" if "risk" in truth else next(name for name in truth if name.startswith("prob"))
     values = found[column].to_numpy()
     if column != "risk":  # `predict` divides logits by the fitted temperature, the run's own tables do not
@@ -92,7 +92,7 @@ def test_an_old_finished_run_predicts_what_it_predicted(old, run):
 def test_an_old_finished_run_is_left_alone(old):
     config = open_config(old / "survival/cohort.yaml", out=str(old / "survival/runs"))
     before = (old / RUNS[1] / "metrics.json").stat().st_mtime_ns
-    assert (train_run(config, arm="gated_srp", seed=42, quiet=True) / "metrics.json").stat().st_mtime_ns == before
+    assert (train(config, arm="gated_srp", seed=42).path / "metrics.json").stat().st_mtime_ns == before
 
 
 def test_an_old_cache_entry_has_the_name_and_the_content_of_a_new_one(old, tmp_path):

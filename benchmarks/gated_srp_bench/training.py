@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 from torch.nn import functional as F
 
 from gated_srp.config.load import load_config
@@ -16,11 +15,11 @@ from gated_srp.data.files.formats import read_bag
 from gated_srp.data.loader import BagLoader
 from gated_srp.machine import has_bf16
 from gated_srp.models import build_model
-from gated_srp.training.callbacks import Keeper, Stop
+from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.folder import RunFolder
-from gated_srp.training.inputs import Material, gather
+from gated_srp.training.inputs import TrainingData, load_inputs
 from gated_srp.training.loop import Training, accumulate, train_epoch
-from gated_srp.training.progress import Report
+from gated_srp.training.ranks import Ranks
 from gated_srp_bench.loading import write_bag
 from gated_srp_bench.subjects import STRIDE, load_textbook
 
@@ -40,13 +39,13 @@ class Epoch:
 def measure_training(*, bags: int = 64, patches: int = 10_000, width: int = 1536, dtypes: Sequence[str]) -> list[Epoch]:
     """Epochs over generated bags in a temporary folder. Ours is the second epoch: the first fills the cache."""
     with tempfile.TemporaryDirectory(prefix="gated-srp-bench-") as place:
-        material, config = _cohort(Path(place), bags, patches, width)
+        inputs, config = _cohort(Path(place), bags, patches, width)
         rows = list(range(bags))
-        plain = _textbook_epoch(material, rows, width)
-        return [Epoch(dtype, *_our_epoch(material, config, rows, width, dtype), plain) for dtype in dtypes]
+        plain = _textbook_epoch(inputs, rows, width)
+        return [Epoch(dtype, *_our_epoch(inputs, config, rows, width, dtype), plain) for dtype in dtypes]
 
 
-def _cohort(home: Path, bags: int, patches: int, width: int) -> tuple[Material, Any]:
+def _cohort(home: Path, bags: int, patches: int, width: int) -> tuple[TrainingData, Any]:
     lines = ["slide_id,label"]
     for number in range(bags):
         write_bag(home / "feats" / f"slide{number:03d}.h5", patches, width, seed=number)
@@ -55,50 +54,46 @@ def _cohort(home: Path, bags: int, patches: int, width: int) -> tuple[Material, 
     settings = "name: bench\nfeatures: feats\ntable: slides.csv\ncache: cache\nout: runs\n"
     (home / "cohort.yaml").write_text(settings)
     config = load_config(home / "cohort.yaml", {"train.epochs": 3, "train.accumulation": ACCUMULATION})
-    return gather(config, 42, 0), config
+    return load_inputs(config, 42, 0), config
 
 
-def _our_epoch(material: Material, config: Any, rows: list[int], width: int, dtype: str) -> tuple[float, float]:
-    fabric = Fabric(
-        accelerator="cpu", devices=1, precision="bf16-mixed" if dtype == "bfloat16" and has_bf16() else "32-true"
-    )
+def _our_epoch(inputs: TrainingData, config: Any, rows: list[int], width: int, dtype: str) -> tuple[float, float]:
+    ranks = Ranks(torch.device("cpu"), "bf16" if dtype == "bfloat16" and has_bf16() else "32")
     model = build_model("gated_srp", in_dim=width, num_outputs=CLASSES, seed=42)
-    with BagLoader(material.bags, workers=config.train.workers) as loader:
-        training = Training(fabric, model, material.task, loader, config.train, 42)
+    with BagLoader(inputs.bags, workers=config.train.workers) as loader:
+        training = Training(ranks, model, inputs.task, loader, config.train, 42)
         run = RunFolder(config.out / f"run-{dtype}")
         run.path.mkdir(parents=True)
-        report = Report(run.path / "log.txt", quiet=True)
-        keeper = Keeper(run, fabric, report, Stop(), save_every=60.0)
-        keeper.begin(training, material, {})
+        callbacks = RunCallbacks(run, ranks, save_every=60.0)
+        callbacks.begin(training, inputs, {})
         try:
-            train_epoch(training, rows, keeper)
+            train_epoch(training, rows, callbacks)
             training.progress.epoch, training.progress.bags = 1, 0
-            loop = _seconds(lambda: train_epoch(training, rows, keeper))
+            loop = _seconds(lambda: train_epoch(training, rows, callbacks))
             bare = _seconds(lambda: _bare_epoch(training, [loader.dataset[0]] * len(rows)))
         finally:
-            keeper.close()
-            report.close()
+            callbacks.close()
     return loop, bare
 
 
 def _bare_epoch(training: Training, bags: list[Any]) -> None:
-    """The steps alone: a bag in memory, nobody looking on."""
+    """The steps alone: a bag in memory, no callbacks."""
 
-    class Nobody:
+    class NoCallbacks:
         def bag(self, bag: Any) -> None: ...
         def window(self, training: Training) -> None: ...
         def epoch(self, training: Training) -> None: ...
 
     for start in range(0, len(bags), ACCUMULATION):
         window = bags[start : start + ACCUMULATION]
-        accumulate(training, list(range(len(window))), iter(window), Nobody())
+        accumulate(training, list(range(len(window))), iter(window), NoCallbacks())
         training.gates.take()
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
         training.optimiser.step()
         training.gradient.zero_()
 
 
-def _textbook_epoch(material: Material, rows: list[int], width: int) -> float:
+def _textbook_epoch(inputs: TrainingData, rows: list[int], width: int) -> float:
     textbook = load_textbook()
     model = textbook.SlideModel(width, CLASSES)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.05)
@@ -107,7 +102,7 @@ def _textbook_epoch(material: Material, rows: list[int], width: int) -> float:
         for start in range(0, len(rows), ACCUMULATION):
             window = rows[start : start + ACCUMULATION]
             for row in window:
-                bag = read_bag(material.bags.files[row])
+                bag = read_bag(inputs.bags.files[row])
                 index, mask = textbook.neighbour_table(bag.coords, STRIDE)
                 logits = model(bag.features, (index, mask, textbook.homogeneity(bag.features, index, mask)))
                 loss = F.cross_entropy(logits, torch.tensor(row % CLASSES)) / len(window)

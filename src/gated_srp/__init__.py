@@ -15,15 +15,18 @@ __all__ = [
     "attach",
     "check",
     "compare",
+    "evaluate",
     "explain",
     "extract",
     "heatmap",
     "init",
     "load_model",
+    "predict",
     "report",
     "reproduce",
     "stats",
     "trace",
+    "train",
     "tune",
 ]
 
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from gated_srp.slides.extract import extract
     from gated_srp.srp import GatedSRP, PatchGraph, trace
     from gated_srp.study import compare, reproduce, stats, tune
+    from gated_srp.training.evaluate import evaluate
+    from gated_srp.training.predict import predict
+    from gated_srp.training.train import train
 
 _HOMES = {
     "GatedSRP": "gated_srp.srp.module",
@@ -48,14 +54,17 @@ _HOMES = {
     "compare": "gated_srp.study.comparison",
     "load_model": "gated_srp.models.store",
     "check": "gated_srp.checks.check",
+    "evaluate": "gated_srp.training.evaluate",
     "explain": "gated_srp.reports.explain",
     "extract": "gated_srp.slides.extract",
     "heatmap": "gated_srp.reports.heatmap",
     "init": "gated_srp.cohort_draft",
+    "predict": "gated_srp.training.predict",
     "report": "gated_srp.reports.page",
     "reproduce": "gated_srp.study.reproduction",
     "stats": "gated_srp.study.comparison",
     "trace": "gated_srp.srp.trace",
+    "train": "gated_srp.training.train",
     "tune": "gated_srp.study.tuning",
 }
 

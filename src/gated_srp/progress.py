@@ -21,3 +21,14 @@ Progress = Callable[[Event], None]
 
 def silent(event: Event) -> None:
     """Show nothing: the default of every function of the API."""
+
+
+def spoken(seconds: float) -> str:
+    """A time as a person says it.
+
+    >>> spoken(42), spoken(600), spoken(9000)
+    ('42 s', '10 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -13,7 +13,7 @@ from training.toy_cohorts import open_config, write_cohort
 from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.engine import Board
 from gated_srp.study.running import run_ray, write_job_array
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 
 # Eight steps of which each is saved; ends when its lifeline does; says where it began.
 CELL = """
@@ -112,7 +112,7 @@ def test_training_that_loses_its_machine_ends_with_the_metrics_of_training_that_
     assert sorted(map(len, went_on)) == [0, 1]
     assert int(next(filter(None, went_on))[0]) > 2
     for cell in plan(open_config(cohort, out=str(tmp_path / "alone")), [Row.of("na"), Row.of("gated_srp")], [42]):
-        run = train_run(cell.config, arm=cell.arm, seed=42, quiet=True)
+        run = train(cell.config, arm=cell.arm, seed=42).path
         there = next(one for one in found if one.arm == cell.arm).key
         for name in ("history.csv", "predictions_test_slide.csv"):
             assert (run / name).read_text() == (there / name).read_text()

@@ -12,7 +12,7 @@ from gated_srp.cli.progress import show_progress
 from gated_srp.errors import UserError
 from gated_srp.study.cells import Row, plan
 from gated_srp.study.engine import Board
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def app():
 
 
 def test_a_half_done_comparison_is_finished_and_told(cohort, app):
-    run = train_run(open_config(cohort), arm="na", seed=42, quiet=True)
+    run = train(open_config(cohort), arm="na", seed=42).path
     before = (run / "metrics.json").stat().st_mtime_ns
     shown = CliRunner().invoke(app, [str(cohort), "--arms", "na,gated_srp", "--seeds", "42", "--bootstrap", "5"])
     assert shown.exit_code == 0, shown.output

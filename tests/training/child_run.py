@@ -5,8 +5,8 @@ import sys
 import torch
 
 from gated_srp.config import load_config
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train_run(load_config(sys.argv[1], {"out": sys.argv[2]}), arm="gated_srp", seed=42, save_every=0.0)
+    train(load_config(sys.argv[1], {"out": sys.argv[2]}), arm="gated_srp", seed=42, save_every=0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from toy_cohorts import open_config, write_cohort
 
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +18,4 @@ def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of it."""
     config = open_config(cohort, out=str(tmp_path_factory.mktemp("runs")))
-    return train_run(config, arm="gated_srp", seed=42, quiet=True)
+    return train(config, arm="gated_srp", seed=42).path

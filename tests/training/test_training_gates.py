@@ -3,7 +3,7 @@ import torch
 
 from gated_srp import PatchGraph, trace
 from gated_srp.models import build_model
-from gated_srp.training.gates import COLUMNS, STATISTICS, GateRecorder, summary
+from gated_srp.training.loop import COLUMNS, STATISTICS, GateRecorder, summary
 
 SIZES = {"in_dim": 8, "num_outputs": 2, "dim": 24, "depth": 3, "num_heads": 2, "num_landmarks": 4, "hidden_dim": 4}
 

@@ -12,21 +12,21 @@ import pandas as pd
 import pytest
 import torch
 from image_cohorts import LABELS, write_image, write_images
-from lightning.fabric import Fabric
 from toy_cohorts import open_config
 
 from gated_srp.data.loader import BagLoader, together
-from gated_srp.errors import UserError
+from gated_srp.errors import Interrupted, UserError
 from gated_srp.models import build_model, load_card
 from gated_srp.reports.maps import view_slide
 from gated_srp.streams import stream
-from gated_srp.training import Interrupted, train_run
-from gated_srp.training.callbacks import Keeper
-from gated_srp.training.evaluate import evaluate_run
-from gated_srp.training.inputs import gather
+from gated_srp.training.callbacks import RunCallbacks
+from gated_srp.training.evaluate import evaluate as evaluate_run
+from gated_srp.training.inputs import load_inputs
 from gated_srp.training.loop import Training, bag_order, predict_logits, train_epoch
-from gated_srp.training.predict import files_for, predict_files
-from gated_srp.training.trained import Member
+from gated_srp.training.predict import files_for, predict
+from gated_srp.training.ranks import Ranks
+from gated_srp.training.train import train
+from gated_srp.training.trained import TrainedRun
 
 ARM = "vit_s16_gated_srp"
 RESULTS = (
@@ -55,17 +55,17 @@ def cohort(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(cohort, tmp_path_factory):
     out = str(tmp_path_factory.mktemp("runs"))
-    return train_run(open_config(cohort, out=out, train__epochs=12), arm=ARM, seed=42, quiet=True)
+    return train(open_config(cohort, out=out, train__epochs=12), arm=ARM, seed=42).path
 
 
 @pytest.fixture
 def make(cohort):
     def build(**overrides):
         config = open_config(cohort, **overrides)
-        material = gather(config, 42)
+        material = load_inputs(config, 42)
         model = build_model(ARM, in_dim=192, num_outputs=2, seed=42, **config.sizes(ARM))
         loader = BagLoader(material.bags, workers=0)
-        return Training(Fabric(accelerator="cpu", devices=1), model, material.task, loader, config.train, 42), material
+        return Training(Ranks(torch.device("cpu")), model, material.task, loader, config.train, 42), material
 
     return build
 
@@ -136,7 +136,7 @@ def test_an_image_varies_with_seed_and_epoch_in_training_and_never_elsewhere(mak
 def test_predictions_do_not_depend_on_the_size_of_a_batch(make):
     training, _ = make()
     rows = list(range(7))
-    one, three = (predict_logits(training.fabric, training.model, training.loader, rows, batch=b) for b in (1, 3))
+    one, three = (predict_logits(training.ranks, training.model, training.loader, rows, batch=b) for b in (1, 3))
     torch.testing.assert_close(one, three, atol=1e-6, rtol=1e-5)
 
 
@@ -173,16 +173,16 @@ def test_a_run_learns_the_planted_colours_and_writes_what_every_run_writes(finis
 CHILD = """
 import sys, torch
 from gated_srp.config import load_config
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 torch.set_num_threads(1)
-train_run(load_config(sys.argv[1], {"out": sys.argv[2]}), arm="vit_s16_gated_srp", seed=42, save_every=0.0)
+train(load_config(sys.argv[1], {"out": sys.argv[2]}), arm="vit_s16_gated_srp", seed=42, save_every=0.0)
 """
 
 
 def test_killed_or_stopped_a_run_ends_with_the_same_bits(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     yaml = write_images(tmp_path / "data", train={"epochs": 3, "batch_size": 2, "accumulation": 2, "workers": 1})
-    expected = results(train_run(open_config(yaml, out=str(tmp_path / "whole")), arm=ARM, seed=42, quiet=True))
+    expected = results(train(open_config(yaml, out=str(tmp_path / "whole")), arm=ARM, seed=42).path)
     out = tmp_path / "killed"
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(yaml), str(out)], stdout=subprocess.DEVNULL)
     state, writes, last, deadline = out / "toy" / ARM / "seed42/state.pt", 0, None, time.monotonic() + 120
@@ -194,9 +194,9 @@ def test_killed_or_stopped_a_run_ends_with_the_same_bits(tmp_path, monkeypatch):
     child.kill()
     assert child.wait() == -signal.SIGKILL
     assert not (state.parent / "metrics.json").exists()
-    assert results(train_run(open_config(yaml, out=str(out)), arm=ARM, seed=42, quiet=True)) == expected
+    assert results(train(open_config(yaml, out=str(out)), arm=ARM, seed=42).path) == expected
 
-    plain, calls = Keeper.bag, []
+    plain, calls = RunCallbacks.bag, []
 
     def stops(self, bag):
         calls.append(bag.slide)
@@ -206,10 +206,10 @@ def test_killed_or_stopped_a_run_ends_with_the_same_bits(tmp_path, monkeypatch):
 
     config = open_config(yaml, out=str(tmp_path / "stopped"), train__workers=0)
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, "bag", stops)
+        patch.setattr(RunCallbacks, "bag", stops)
         with pytest.raises(Interrupted):
-            train_run(config, arm=ARM, seed=42, quiet=True)
-    assert results(train_run(config, arm=ARM, seed=42, quiet=True)) == expected
+            train(config, arm=ARM, seed=42)
+    assert results(train(config, arm=ARM, seed=42).path) == expected
 
 
 def test_new_images_are_predicted_and_bad_ones_skipped_with_their_reason(finished, tmp_path):
@@ -217,7 +217,7 @@ def test_new_images_are_predicted_and_bad_ones_skipped_with_their_reason(finishe
         write_image(tmp_path / f"new{i}.png", 100 + i, (i % 2, i // 2 % 2))
     write_image(tmp_path / "wide.png", 1, (0, 0), size=40)
     (tmp_path / "broken.png").write_bytes((tmp_path / "new0.png").read_bytes()[:300])
-    found = predict_files([finished], files_for(Member.open(finished), tmp_path))
+    found = predict([finished], files_for(TrainedRun.open(finished), tmp_path))
     table = found.table.set_index("slide")
     assert sorted(table.index) == [f"new{i}" for i in range(8)] and set(table["patches"]) == {16}
     truth = np.array([[i % 2, i // 2 % 2] for i in range(8)])
@@ -247,22 +247,22 @@ def test_maps_of_slides_are_refused_for_a_model_of_images(finished, tmp_path):
 
 def test_slide_arms_and_image_arms_do_not_mix(cohort, tmp_path):
     with pytest.raises(UserError, match=r"arm 'na' is for slides.*vit_s16"):
-        train_run(open_config(cohort, out=str(tmp_path)), arm="na", seed=42, quiet=True)
+        train(open_config(cohort, out=str(tmp_path)), arm="na", seed=42)
 
 
 def test_an_image_that_is_broken_stops_the_run_with_its_name(tmp_path):
     yaml = write_images(tmp_path, count=20)
     for path in sorted((tmp_path / "images").iterdir()):
         path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(UserError, match=r"\.png: cut short, damaged or no image"):
-        train_run(open_config(yaml, out=str(tmp_path / "runs")), arm=ARM, seed=42, quiet=True)
+    with pytest.raises(UserError, match=r"\.png.*: cut short, damaged or no image"):
+        train(open_config(yaml, out=str(tmp_path / "runs")), arm=ARM, seed=42)
 
 
 def test_missing_images_are_named_and_a_folder_without_any_is_refused(tmp_path):
     yaml = write_images(tmp_path, count=20)
     (tmp_path / "images" / "003.png_crop_3.png").unlink()
-    material = gather(open_config(yaml), 42)
+    material = load_inputs(open_config(yaml), 42)
     assert len(material.slides) == 19
-    assert any("003.png_crop_3" in note and "no file of this name" in note for note in material.notes)
+    assert any("003.png_crop_3" in str(note) and "no file of this name" in str(note) for note in material.notes)
     with pytest.raises(UserError, match=r"no such folder\. Expected a folder of images"):
-        gather(open_config(yaml, images__folder=str(tmp_path / "nowhere")), 42)
+        load_inputs(open_config(yaml, images__folder=str(tmp_path / "nowhere")), 42)

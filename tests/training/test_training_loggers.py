@@ -5,8 +5,8 @@ import pytest
 from toy_cohorts import open_config
 
 from gated_srp.errors import UserError
-from gated_srp.training import train_run
-from gated_srp.training.loggers import LOGGERS, open_loggers
+from gated_srp.training.callbacks import LOGGERS, open_loggers
+from gated_srp.training.train import train
 
 
 class Recorder:
@@ -38,7 +38,7 @@ def test_every_logger_gets_the_numbers_of_every_epoch(cohort, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
     config = open_config(cohort, out=str(tmp_path), train__log=list(LOGGERS), train__epochs=2)
-    train_run(config, arm="gated_srp", seed=42, quiet=True)
+    train(config, arm="gated_srp", seed=42)
     assert [kwargs["step"] for _, kwargs in wandb.named("log")] == [1, 2]
     values = wandb.named("log")[0][0][0]
     assert {"train/loss", "val/loss", "val/macro_f1", "gate/beta_layer0"} <= set(values)

@@ -2,16 +2,16 @@ import math
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from toy_cohorts import open_config
 
 from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model
 from gated_srp.models.slide import stream
-from gated_srp.training.inputs import gather
-from gated_srp.training.loop import Training, bag_order, blaming, finish_epoch, fit, predict_logits, train_epoch
+from gated_srp.training.inputs import load_inputs
+from gated_srp.training.loop import Training, bag_order, error_context, finish_epoch, fit, predict_logits, train_epoch
 from gated_srp.training.optim import learning_rate, make_optimiser
+from gated_srp.training.ranks import Ranks
 
 
 class Nobody:
@@ -30,11 +30,11 @@ def make(cohort):
 
     def build(arm="gated_srp", **overrides):
         config = open_config(cohort, **{"train__workers": 0, **overrides})
-        material = gather(config, 42)
+        material = load_inputs(config, 42)
         model = build_model(arm, in_dim=8, num_outputs=2, seed=42, **config.sizes(arm))
-        fabric = Fabric(accelerator="cpu", devices=1)
+        ranks = Ranks(torch.device("cpu"))
         loader = BagLoader(material.bags, workers=0)
-        return Training(fabric, model, material.task, loader, config.train, 42), material
+        return Training(ranks, model, material.task, loader, config.train, 42), material
 
     return build
 
@@ -130,7 +130,7 @@ def test_a_tiny_set_is_learnt_by_heart(make):
     training.model.drop_path = 0.0
     rows = material.rows("train")[:6]
     fit(training, rows, lambda: ({}, 0.0), Nobody())
-    logits = predict_logits(training.fabric, training.model, training.loader, rows)
+    logits = predict_logits(training.ranks, training.model, training.loader, rows)
     assert logits.argmax(1).tolist() == material.targets(rows).tolist()
     assert float(material.task.loss(logits, material.targets(rows))) < 0.05
 
@@ -160,19 +160,19 @@ def test_a_loss_that_is_not_a_number_names_the_slide_and_leaves_the_weights(make
 def test_running_out_of_memory_names_slide_patches_and_cures(make):
     training, material = make()
     bag = material.bags[0]
-    with pytest.raises(UserError) as caught, blaming([bag], training.settings):
+    with pytest.raises(UserError) as caught, error_context([bag], training.settings):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     message = str(caught.value)
     assert f"{bag.slide!r} with {len(bag.features)} patches" in message
     for cure in ("train.checkpointing: true", "train.precision: bf16", "a cap of"):
         assert cure in message
-    with pytest.raises(RuntimeError, match="some bug"), blaming([bag], training.settings):
+    with pytest.raises(RuntimeError, match="some bug"), error_context([bag], training.settings):
         raise RuntimeError("some bug")
 
 
 def test_bf16_trains_on_a_cpu(make):
     training, material = make(train__epochs=1)
-    training.fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    training.ranks = Ranks(torch.device("cpu"), "bf16")
     train_epoch(training, material.rows("train"), Nobody())
     single, _ = make(train__epochs=1)
     train_epoch(single, material.rows("train"), Nobody())

@@ -6,7 +6,7 @@ from toy_cohorts import open_config, write_cohort, write_survival_cohort
 
 from gated_srp import UserError
 from gated_srp.models.peers import DSMIL
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 
 
 def test_a_peer_trains_with_its_own_loss(tmp_path, monkeypatch):
@@ -20,7 +20,7 @@ def test_a_peer_trains_with_its_own_loss(tmp_path, monkeypatch):
         return value
 
     monkeypatch.setattr(DSMIL, "training_loss", watched)
-    folder = train_run(config, arm="dsmil", seed=42, quiet=True)
+    folder = train(config, arm="dsmil", seed=42).path
     assert (folder / "metrics.json").is_file()
     history = (folder / "history.csv").read_text().splitlines()
     row = next(line for line in history if line.startswith("1,train,loss,"))
@@ -30,4 +30,4 @@ def test_a_peer_trains_with_its_own_loss(tmp_path, monkeypatch):
 def test_a_task_that_a_peer_is_not_made_for_is_refused_with_its_reason(tmp_path):
     config = open_config(write_survival_cohort(tmp_path), train__epochs=1)
     with pytest.raises(UserError, match="arm 'dsmil' is not made for this task: DSMIL takes"):
-        train_run(config, arm="dsmil", seed=42, quiet=True)
+        train(config, arm="dsmil", seed=42)

@@ -4,7 +4,7 @@ from image_cohorts import write_images
 from toy_cohorts import open_config, write_cohort
 
 from gated_srp.errors import UserError
-from gated_srp.training import train_run
+from gated_srp.training.train import train
 
 
 def test_two_ranks_compute_what_one_computes_also_in_windows_smaller_than_they_are(tmp_path):
@@ -25,7 +25,7 @@ def test_two_ranks_share_batches_of_images(tmp_path):
 
 def by_one_and_by_two(yaml, arm):
     configs = [open_config(yaml, out=str(yaml.parent / name)) for name in ("one", "two")]
-    return [train_run(config, arm=arm, seed=42, devices=n, quiet=True) for n, config in enumerate(configs, 1)]
+    return [train(config, arm=arm, seed=42, devices=n).path for n, config in enumerate(configs, 1)]
 
 
 def compare(runs):
@@ -37,4 +37,4 @@ def test_an_error_in_a_rank_comes_back_as_one_message(tmp_path):
     yaml = write_cohort(tmp_path, slides=12, train={"epochs": 1, "accumulation": 1})
     (next((tmp_path / "feats").rglob("s001.h5"))).write_bytes(b"")
     with pytest.raises(UserError, match="s001"):
-        train_run(open_config(yaml), arm="na", seed=42, devices=2, quiet=True)
+        train(open_config(yaml), arm="na", seed=42, devices=2)

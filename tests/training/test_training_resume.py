@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from toy_cohorts import open_config, write_cohort
 
-from gated_srp.errors import UserError
-from gated_srp.training import Interrupted, train_run
-from gated_srp.training.callbacks import Keeper
-from gated_srp.training.checkpoint import load_checkpoint
+from gated_srp.errors import Interrupted, UserError
+from gated_srp.training.callbacks import RunCallbacks
+from gated_srp.training.folder import load_checkpoint
+from gated_srp.training.train import train
 
 KILLS = int(os.environ.get("GATED_SRP_KILLS", "2"))
 RESULTS = (
@@ -30,7 +30,7 @@ def reference(tmp_path_factory):
     """The YAML of a cohort and the results of a run on it that nobody disturbed."""
     folder = tmp_path_factory.mktemp("reference")
     yaml = write_cohort(folder, train={"epochs": 4, "accumulation": 3, "workers": 1}, cache="cache")
-    return yaml, results(train_run(open_config(yaml), arm="gated_srp", seed=42, quiet=True))
+    return yaml, results(train(open_config(yaml), arm="gated_srp", seed=42).path)
 
 
 def results(run: Path) -> dict[str, bytes]:
@@ -70,7 +70,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(reference, tmp_p
             assert child.returncode in (-signal.SIGKILL, 0), said
             over = child.returncode == 0
             killed += not over
-        run = train_run(open_config(yaml, out=str(out)), arm="gated_srp", seed=42, quiet=True)
+        run = train(open_config(yaml, out=str(out)), arm="gated_srp", seed=42).path
         assert results(run) == expected
         assert {path.name for path in run.iterdir()} == FILES
 
@@ -78,7 +78,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(reference, tmp_p
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_asked_to_stop_saves_inside_an_epoch_and_says_how_to_go_on(reference, tmp_path, monkeypatch, how):
     yaml, expected = reference
-    config, bags, bag = open_config(yaml, out=str(tmp_path)), [], Keeper.bag
+    config, bags, bag = open_config(yaml, out=str(tmp_path)), [], RunCallbacks.bag
 
     def signalled(self, seen):
         bags.append(seen.slide)
@@ -88,13 +88,13 @@ def test_a_run_asked_to_stop_saves_inside_an_epoch_and_says_how_to_go_on(referen
 
     before = signal.getsignal(how)
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, "bag", signalled)
+        patch.setattr(RunCallbacks, "bag", signalled)
         with pytest.raises(Interrupted, match=r"stopped and saved\. Start the same command again to go on\."):
-            train_run(config, arm="gated_srp", seed=42, quiet=True)
+            train(config, arm="gated_srp", seed=42)
     assert len(bags) <= 6 and signal.getsignal(how) is before
     progress = load_checkpoint(tmp_path / "toy/gated_srp/seed42/state.pt").progress
     assert (progress.step, progress.bags) == (1, 3)
-    assert results(train_run(config, arm="gated_srp", seed=42, quiet=True)) == expected
+    assert results(train(config, arm="gated_srp", seed=42).path) == expected
 
 
 class Stopped(RuntimeError):
@@ -105,7 +105,7 @@ class Stopped(RuntimeError):
 def test_an_error_at_any_moment_keeps_what_was_learnt(reference, tmp_path, monkeypatch, moment):
     yaml, expected = reference
     calls = {"bag": 23, "window": 9, "epoch": 2}[moment]
-    plain = getattr(Keeper, moment)
+    plain = getattr(RunCallbacks, moment)
 
     def fails(self, what):
         nonlocal calls
@@ -116,12 +116,12 @@ def test_an_error_at_any_moment_keeps_what_was_learnt(reference, tmp_path, monke
 
     config = open_config(yaml, out=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, moment, fails)
+        patch.setattr(RunCallbacks, moment, fails)
         with pytest.raises(Stopped):
-            train_run(config, arm="gated_srp", seed=42, quiet=True)
+            train(config, arm="gated_srp", seed=42)
     progress = load_checkpoint(tmp_path / "toy/gated_srp/seed42/state.pt").progress
     assert (progress.epoch, progress.bags) == {"bag": (1, 0), "window": (1, 9), "epoch": (2, 0)}[moment]
-    assert results(train_run(config, arm="gated_srp", seed=42, quiet=True)) == expected
+    assert results(train(config, arm="gated_srp", seed=42).path) == expected
 
 
 def test_a_full_disk_loses_nothing_that_was_saved(reference, tmp_path, monkeypatch):
@@ -137,29 +137,29 @@ def test_a_full_disk_loses_nothing_that_was_saved(reference, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match=r"No space left on device.*free some space"):
-            train_run(config, arm="gated_srp", seed=42, save_every=0, quiet=True)
+            train(config, arm="gated_srp", seed=42, save_every=0)
     run = tmp_path / "toy/gated_srp/seed42"
     assert load_checkpoint(run / "state.pt").progress.step > 1
     assert not list(run.glob("*.part"))
-    assert results(train_run(config, arm="gated_srp", seed=42, quiet=True)) == expected
+    assert results(train(config, arm="gated_srp", seed=42).path) == expected
 
 
 def test_a_changed_table_or_other_start_weights_are_refused(reference, tmp_path, monkeypatch, finished):
     yaml, _ = reference
     config = open_config(yaml, out=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, "window", lambda self, training: (_ for _ in ()).throw(Interrupted("later")))
+        patch.setattr(RunCallbacks, "window", lambda self, training: (_ for _ in ()).throw(Interrupted("later")))
         with pytest.raises(Interrupted):
-            train_run(config, arm="gated_srp", seed=42, quiet=True)
+            train(config, arm="gated_srp", seed=42)
     with pytest.raises(UserError, match="was begun from fresh weights, not from"):
-        train_run(config, arm="gated_srp", seed=42, init=finished / "model.safetensors", quiet=True)
+        train(config, arm="gated_srp", seed=42, init=finished / "model.safetensors")
     table = yaml.parent / "table.csv"
     text = table.read_text()
     try:
         for changed in ("\n".join(text.splitlines()[:-2]), text.replace("s001,p001,tumour", "s001,p001,benign")):
             table.write_text(changed + "\n")
             with pytest.raises(UserError, match="begun with other slides, labels or parts"):
-                train_run(config, arm="gated_srp", seed=42, quiet=True)
+                train(config, arm="gated_srp", seed=42)
     finally:
         table.write_text(text)
 

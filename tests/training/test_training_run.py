@@ -18,11 +18,11 @@ from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.tasks import task_from_card
-from gated_srp.training import train_run
-from gated_srp.training.domain import FeatureStatistics
 from gated_srp.training.folder import RunFolder
-from gated_srp.training.gates import COLUMNS
-from gated_srp.training.inputs import gather
+from gated_srp.training.inputs import load_inputs
+from gated_srp.training.loop import COLUMNS
+from gated_srp.training.train import train
+from gated_srp.training.trained import FeatureStatistics
 
 FILES = {
     *("config.yaml", "split.csv", "history.csv", "gates.csv", "metrics.json", "model.safetensors", "environment.json"),
@@ -90,7 +90,7 @@ def test_the_card_says_what_prediction_must_know(finished):
 def test_the_saved_model_predicts_what_the_run_wrote(finished, cohort):
     model = load_model(finished / "model.safetensors")
     written = pd.read_csv(finished / "predictions_test_slide.csv", float_precision="round_trip")
-    material = gather(open_config(cohort), 42)
+    material = load_inputs(open_config(cohort), 42)
     rows = material.rows("test")
     with torch.no_grad():
         logits = torch.cat(
@@ -107,17 +107,17 @@ def test_a_slide_unlike_the_training_set_is_told_apart(finished, cohort):
     assert statistics.unlike(torch.from_numpy(planted(99, 40.0).features))
 
 
-def test_a_finished_run_is_left_alone(finished, capsys):
-    before = contents(finished)
-    train_run(load_config(finished / "config.yaml"), arm="gated_srp", seed=42)
-    assert "finished before; nothing to do" in capsys.readouterr().out
+def test_a_finished_run_is_left_alone(finished):
+    before, events = contents(finished), []
+    train(load_config(finished / "config.yaml"), arm="gated_srp", seed=42, progress=events.append)
+    assert "finished before; nothing to do" in events[0].text
     assert contents(finished) == before
 
 
 def test_other_settings_are_refused_with_what_differs(finished):
     config = load_config(finished / "config.yaml", {"train.lr": 0.5, "train.workers": 3})
     with pytest.raises(UserError, match=r"other settings: train\.lr 0\.001, asked 0\.5\. Choose another `out`"):
-        train_run(config, arm="gated_srp", seed=42, quiet=True)
+        train(config, arm="gated_srp", seed=42)
 
 
 def test_two_processes_cannot_take_one_folder(cohort, tmp_path):
@@ -133,7 +133,7 @@ with RunFolder(Path({str(run.path)!r})).lock():
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "held\n"
     with pytest.raises(UserError, match="another process is training this run"):
-        train_run(config, arm="na", seed=42, quiet=True)
+        train(config, arm="na", seed=42)
     other.communicate("\n")
     assert not (run.path / "config.yaml").exists()
     assert other.returncode == 0
@@ -159,7 +159,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
 
 def test_survival_runs_score_cases_and_keep_what_their_curves_need(tmp_path):
     config = open_config(write_survival_cohort(tmp_path), train__epochs=2)
-    run = train_run(config, arm="na", seed=42, quiet=True)
+    run = train(config, arm="na", seed=42).path
     card, metrics = load_card(run / "model.safetensors"), json.loads((run / "metrics.json").read_text())
     assert len(card["bin_edges"]) == 3 and card["median_risk"] < 0
     assert metrics["score"] == "case" and 0 <= metrics["test"]["case"]["c_index"] <= 1
@@ -179,22 +179,22 @@ def test_mixed_patients_are_scored_by_slide_and_refused_by_case(tmp_path):
     split = pd.DataFrame({"slide_id": table["slide"], "split": (["test"] * 4 + ["val"] * 4 + ["train"] * 16)})
     split.to_csv(tmp_path / "split.csv", index=False)
     config = open_config(path, split=str(tmp_path / "split.csv"))
-    run = train_run(config, arm="na", seed=42, quiet=True)
+    run = train(config, arm="na", seed=42).path
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["test"]["case"] is None and metrics["test"]["slide"]["accuracy"] is not None
     assert "label" not in pd.read_csv(run / "predictions_test_case.csv")
     with pytest.raises(UserError, match=r"score: case, but the slides of some patients differ in label"):
-        train_run(open_config(path, score="case", out=str(tmp_path / "b")), arm="na", seed=42, quiet=True)
+        train(open_config(path, score="case", out=str(tmp_path / "b")), arm="na", seed=42)
 
 
 def test_gates_are_fitted_alone_on_a_trained_base(cohort, tmp_path):
-    base = train_run(open_config(cohort, out=str(tmp_path / "base"), train__epochs=1), arm="na", seed=42, quiet=True)
+    base = train(open_config(cohort, out=str(tmp_path / "base"), train__epochs=1), arm="na", seed=42).path
     config = open_config(cohort, out=str(tmp_path / "gate"), train__only="gate", train__epochs=2)
     with pytest.raises(UserError, match="Name the base with --init"):
-        train_run(config, arm="gated_srp", seed=42, quiet=True)
+        train(config, arm="gated_srp", seed=42)
     with pytest.raises(UserError, match="arm 'na' has no gate to fit"):
-        train_run(config, arm="na", seed=42, init=base / "model.safetensors", quiet=True)
-    run = train_run(config, arm="gated_srp", seed=42, init=base / "model.safetensors", quiet=True)
+        train(config, arm="na", seed=42, init=base / "model.safetensors")
+    run = train(config, arm="gated_srp", seed=42, init=base / "model.safetensors").path
     before, after = (load_model(folder / "model.safetensors").state_dict() for folder in (base, run))
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert any(after[name].any() for name in set(after) - set(before) if name.endswith("token_out.weight"))
@@ -207,34 +207,34 @@ def test_start_weights_that_do_not_fit_are_refused(cohort, tmp_path):
     save_model(build_model("na", in_dim=9, num_outputs=2, **SMALL), tmp_path / "other.safetensors")
     config = open_config(cohort, out=str(tmp_path / "runs"))
     with pytest.raises(UserError, match=r"in_proj\.weight is \(24, 9\), expected \(24, 8\)"):
-        train_run(config, arm="na", seed=42, init=tmp_path / "other.safetensors", quiet=True)
+        train(config, arm="na", seed=42, init=tmp_path / "other.safetensors")
     with pytest.raises(UserError, match=r"missing\.safetensors"):
-        train_run(config, arm="na", seed=42, init=tmp_path / "missing.safetensors", quiet=True)
+        train(config, arm="na", seed=42, init=tmp_path / "missing.safetensors")
 
 
 def test_a_head_of_other_outputs_starts_anew(cohort, tmp_path):
     save_model(build_model("na", in_dim=8, num_outputs=5, **SMALL, seed=7), tmp_path / "five.safetensors")
     config = open_config(cohort, out=str(tmp_path / "runs"), train__epochs=1)
-    run = train_run(config, arm="na", seed=42, init=tmp_path / "five.safetensors", quiet=True)
+    run = train(config, arm="na", seed=42, init=tmp_path / "five.safetensors").path
     assert "started anew, since the file has none that fit: head.weight, head.bias" in (run / "log.txt").read_text()
 
 
 def test_a_split_without_validation_is_refused_before_anything_is_written(tmp_path):
     path = write_cohort(tmp_path, slides=2)
     with pytest.raises(UserError, match="left in val"):
-        train_run(open_config(path), arm="na", seed=42, quiet=True)
+        train(open_config(path), arm="na", seed=42)
     assert not list((tmp_path / "runs").rglob("config.yaml"))
 
 
 def test_a_cohort_too_small_for_a_test_set_still_trains(tmp_path):
-    run = train_run(open_config(write_cohort(tmp_path, slides=4), train__epochs=1), arm="na", seed=42, quiet=True)
+    run = train(open_config(write_cohort(tmp_path, slides=4), train__epochs=1), arm="na", seed=42).path
     assert json.loads((run / "metrics.json").read_text())["test"] == {"slide": None, "case": None}
     assert pd.read_csv(run / "predictions_test_slide.csv").empty
 
 
 def test_an_unknown_arm_is_refused_before_anything_is_written(cohort, tmp_path):
     with pytest.raises(UserError, match="Did you mean 'gated_srp'"):
-        train_run(open_config(cohort, out=str(tmp_path / "x")), arm="gatedsrp", seed=42, quiet=True)
+        train(open_config(cohort, out=str(tmp_path / "x")), arm="gatedsrp", seed=42)
     assert not (tmp_path / "x").exists()
 
 
@@ -256,4 +256,4 @@ def test_a_slide_of_another_width_is_named(tmp_path):
     path = write_cohort(tmp_path, train={"epochs": 1})
     write_trident(tmp_path / "feats", "s004", make_slide(1, width=5))
     with pytest.raises(UserError, match=r"slide 's004' .*expected \(B, N, 8\).*another encoder"):
-        train_run(open_config(path), arm="na", seed=42, quiet=True)
+        train(open_config(path), arm="na", seed=42)

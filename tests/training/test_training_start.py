@@ -2,7 +2,7 @@
 
 import pytest
 
-from gated_srp.training import start
+from gated_srp.training import ranks
 
 
 @pytest.mark.parametrize(
@@ -10,5 +10,5 @@ from gated_srp.training import start
     [("auto", True, "32"), ("32", True, "32"), ("bf16", True, "bf16"), ("bf16", False, "32")],
 )
 def test_a_processor_takes_bf16_only_if_asked_and_if_it_need_not_emulate_it(wanted, instructions, taken, monkeypatch):
-    monkeypatch.setattr(start, "has_bf16", lambda: instructions)
-    assert start.choose_precision(wanted, "cpu") == taken
+    monkeypatch.setattr(ranks, "has_bf16", lambda: instructions)
+    assert ranks.choose_precision(wanted, "cpu") == taken

@@ -10,6 +10,7 @@ from gated_srp.cli.screen import LOG, say
 if TYPE_CHECKING:
     import pandas as pd
 
+    from gated_srp.errors import Note
     from gated_srp.training.evaluate import Evaluation
 
 _FORCE = "Go on with another stride, or an encoder's name that we do not know, than in training."
@@ -28,18 +29,26 @@ def predict(
     force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
 ) -> None:
     """Predict slides without labels: calibrated probabilities, or risk and survival."""
-    from gated_srp.cli.progress import counting
-    from gated_srp.data.prepared import Preparation
-    from gated_srp.training.predict import files_for, predict_files
-    from gated_srp.training.trained import open_members
+    from gated_srp.cli.progress import show_progress
+    from gated_srp.training.predict import files_for
+    from gated_srp.training.predict import predict as run
+    from gated_srp.training.trained import open_runs
 
     _prepare_folder(output.parent, output)
-    member = open_members(runs)[0]
-    files = files_for(member, features)
-    say(f"model: {member}\n{len(files)} files in {features}", err=True)
-    reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
-    with counting("slides") as of:
-        found = predict_files(runs, files, reading=reading, force=force, workers=workers, progress=of)
+    trained = open_runs(runs)
+    files = files_for(trained[0], features)
+    say(f"model: {trained[0]}\n{len(files)} files in {features}", err=True)
+    with show_progress() as progress:
+        found = run(
+            trained,
+            files,
+            features_key=features_key,
+            coords_key=coords_key,
+            stride=stride,
+            force=force,
+            workers=workers,
+            progress=progress,
+        )
     _say(found.notes, found.skipped)
     table = found.table
     far = table[table["unlike_training"]].sort_values("training_distance", ascending=False)
@@ -51,7 +60,7 @@ def predict(
         LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
     by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
     say(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
-    for line in found.task.summary(table):
+    for line in found.summary():
         say(line)
     for path in found.write(output):
         say(f"written: {path}")
@@ -67,24 +76,19 @@ def evaluate(
     force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
 ) -> None:
     """Score a run on another labelled cohort, with intervals over resampled patients."""
-    from gated_srp.cli.progress import counting
-    from gated_srp.config.load import load_config
-    from gated_srp.errors import UserError
-    from gated_srp.training.evaluate import evaluate_run
+    from gated_srp.cli.progress import show_progress
+    from gated_srp.training.evaluate import evaluate as run_on
 
-    if score not in (None, "slide", "case"):
-        raise UserError(f"--score {score}: expected slide or case.")
     _prepare_folder(output, output / "evaluation.json")
-    config = load_config(cohort)
-    with counting("slides") as of:
-        found = evaluate_run(
+    with show_progress() as progress:
+        found = run_on(
             run,
-            config,
+            cohort,
             score=score,  # type: ignore[arg-type]
             repeats=repeats,
             seed=seed,
             force=force,
-            progress=of,
+            progress=progress,
         )
     _say(found.notes, found.skipped)
     for line in _report(found):
@@ -95,7 +99,7 @@ def evaluate(
 
 def _report(found: "Evaluation") -> list[str]:
     lines = [
-        f"\n{found.member.run} on {found.cohort}: {len(found.slides)} slides of {found.patients} patients, "
+        f"\n{found.run.path} on {found.cohort}: {len(found.slides)} slides of {found.patients} patients, "
         f"scored by {found.score}",
         f"  {'metric':<20}{'value':>8}   95 % interval",
     ]
@@ -113,9 +117,9 @@ def _report(found: "Evaluation") -> list[str]:
     return lines + [f"  {line}" for line in (found.findings.lines if found.findings else ())]
 
 
-def _say(notes: tuple[str, ...], skipped: "pd.DataFrame") -> None:
+def _say(notes: "tuple[Note, ...]", skipped: "pd.DataFrame") -> None:
     for note in notes:
-        LOG.warning("%s", note) if note.startswith("warning") else say(f"note: {note}", err=True)
+        say(f"note: {note}", err=True) if note.level == "note" else LOG.warning("%s", note)
     for row in skipped.itertuples():
         LOG.warning("skipped: %s: %s", row.file, row.problem)
 
@@ -129,8 +133,10 @@ def _prepare_folder(folder: Path, target: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}). Choose another place with -o.") from None
+        what = f"cannot be made ({error.strerror})"
+        raise UserError(what, where=folder, cure="Choose another place with -o.") from None
     if target.is_dir():
-        raise UserError(f"{target}: is a folder, expected a file to write, e.g. -o {target / 'predictions.csv'}.")
+        what = f"is a folder, expected a file to write, e.g. -o {target / 'predictions.csv'}."
+        raise UserError(what, where=target)
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: cannot be written. Choose another place with -o.")
+        raise UserError("cannot be written", where=folder, cure="Choose another place with -o.")

@@ -188,7 +188,7 @@ def _state(cell: Cell, board: Board) -> str:
 
 def _time_left(board: Board) -> str:
     """An estimate from the cells that this study has finished."""
-    from gated_srp.training.progress import spoken
+    from gated_srp.progress import spoken
 
     took = [board[cell].seconds for cell in board.of("finished") if not board[cell].before]
     todo, running = len(board.of("waiting")), len(board.of("running"))

@@ -1,11 +1,11 @@
-"""Commands on single runs."""
+"""The command that trains one run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gated_srp.cli.screen import LOG, SCREEN
+from gated_srp.cli.screen import LOG
 
 
 def train(
@@ -25,23 +25,25 @@ def train(
     change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.epochs=5.")] = None,
 ) -> None:
     """Train one run, or go on with one that was interrupted: OUT/COHORT/ARM/seed42."""
-    from gated_srp.config.load import load_config
-    from gated_srp.training import Interrupted, train_run
+    settings = _changes(change or [])
 
-    overrides = _changes(change or []) | ({"out": str(out)} if out else {})
-    config = load_config(cohort, overrides)
-    if arm is None:
-        arm = config.main_arm
+    from gated_srp.cli.progress import show_progress
+    from gated_srp.errors import Interrupted
+    from gated_srp.training.train import train as run
+
     try:
-        train_run(
-            config,
-            arm=arm,
-            seed=config.seeds[0] if seed is None else seed,
-            fold=fold,
-            init=init,
-            devices=devices,
-            quiet=SCREEN.quiet,
-        )
+        with show_progress() as progress:
+            run(
+                cohort,
+                arm=arm,
+                seed=seed,
+                fold=fold,
+                out=out,
+                settings=settings,
+                init=init,
+                devices=devices,
+                progress=progress,
+            )
     except Interrupted as stopped:
         LOG.warning("%s", stopped)
         raise typer.Exit(130) from None
@@ -54,6 +56,6 @@ def _changes(given: list[str]) -> dict[str, str]:
     for item in given:
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise UserError(f"--set {item}: expected KEY=VALUE, e.g. --set train.epochs=5.")
+            raise UserError("expected KEY=VALUE, e.g. --set train.epochs=5.", where=f"--set {item}")
         changes[key] = value
     return changes

@@ -16,7 +16,7 @@ from gated_srp.progress import Progress, silent
 from gated_srp.reports.heatmap import draw_slide
 from gated_srp.reports.maps import SlideView, view_slide
 from gated_srp.slides.extract import extract
-from gated_srp.training.predict import predict_files
+from gated_srp.training.predict import predict
 
 _CARD = ("cohort", "arm", "seed", "task", "classes", "encoder", "best_epoch", "split_hash", "temperature")
 _OPEN = 0.05  # absolute beta below which a gate does next to nothing; the paper's regimes begin at 0.5
@@ -141,7 +141,7 @@ def _encoder_of(run: Path) -> str:
 def predict_in_words(run: Path, file: Path) -> Prediction:
     """A model without a task, or a file that does not fit, gives a reason instead of a prediction."""
     try:
-        found = predict_files([run], [file], workers=0)
+        found = predict(run, [file], workers=0)
     except UserError as error:
         return Prediction({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]

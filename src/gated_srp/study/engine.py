@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 from gated_srp.errors import UserError
-from gated_srp.progress import Event, Progress, silent
+from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct
 from gated_srp.study.worker import COMMAND, last_words, reply
-from gated_srp.training.progress import spoken
 
 State = Literal["waiting", "running", "finished", "failed"]
 TRIES = 2

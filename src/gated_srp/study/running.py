@@ -29,12 +29,11 @@ from gated_srp.data.splits.rules import PARTS
 from gated_srp.errors import Interrupted, UserError
 from gated_srp.files import write_whole
 from gated_srp.models import find_arm
-from gated_srp.progress import Event, Progress, silent
+from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches
 from gated_srp.study.engine import Board, Slot, local_slots, run_local
 from gated_srp.study.worker import COMMAND, last_words, reply
-from gated_srp.training.domain import evenly
-from gated_srp.training.progress import spoken
+from gated_srp.training.trained import evenly
 
 EngineName = Literal["local", "ray", "slurm"]
 _LOG = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ _PATIENCE = 60.0  # seconds that a cell's previous process has to save its state
 def run_cell(spec: Mapping[str, Any]) -> Path:
     """Train the cell, resume it, or leave it alone if it is finished."""
     from gated_srp.study.cells import Cell
-    from gated_srp.training import train_run
+    from gated_srp.training.train import train
 
     cell = Cell.from_spec(spec)
     deadline = time.monotonic() + _PATIENCE
@@ -50,7 +50,7 @@ def run_cell(spec: Mapping[str, Any]) -> Path:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
-    return train_run(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold, quiet=True)
+    return train(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold).path
 
 
 class _Silent:
@@ -66,40 +66,38 @@ class _Silent:
 def measure_cell(spec: Mapping[str, Any]) -> dict[str, float]:
     """Train for the cell's epochs without writing anything: peak_reserved_gib, train_wsi_per_second, test_wsi_per_second."""
     import torch
-    from lightning.fabric import Fabric
 
     from gated_srp.data.files.formats import read_header
     from gated_srp.data.loader import BagLoader
     from gated_srp.models import build_model
     from gated_srp.study.cells import Cell
-    from gated_srp.training.inputs import gather
+    from gated_srp.training.inputs import load_inputs
     from gated_srp.training.loop import Training, predict_logits, train_epoch
-    from gated_srp.training.start import accelerator, choose_precision
+    from gated_srp.training.ranks import Ranks
 
     cell = Cell.from_spec(spec)
-    config, material, kind = cell.config, gather(cell.config, cell.seed, cell.fold), accelerator()
-    bf16 = choose_precision(config.train.precision, kind) == "bf16"
-    fabric = Fabric(accelerator=kind, devices=1, precision="bf16-mixed" if bf16 else "32-true")
-    rows = material.rows("train")
-    width = read_header(material.bags.files[rows[0]], **material.bags.settings.reading).shape[1]
-    sizes = {"in_dim": width, "num_outputs": material.task.num_outputs, "seed": cell.seed}
-    model = build_model(cell.arm, **sizes, **config.sizes(cell.arm)).to(fabric.device)
-    with BagLoader(material.bags, workers=config.train.workers) as loader:
-        training = Training(fabric, model, material.task, loader, config.train, cell.seed)
+    config, inputs = cell.config, load_inputs(cell.config, cell.seed, cell.fold)
+    ranks = Ranks.one(config.train.precision)
+    rows = inputs.rows("train")
+    width = read_header(inputs.bags.files[rows[0]], **inputs.bags.settings.reading).shape[1]
+    sizes = {"in_dim": width, "num_outputs": inputs.task.num_outputs, "seed": cell.seed}
+    model = build_model(cell.arm, **sizes, **config.sizes(cell.arm)).to(ranks.device)
+    with BagLoader(inputs.bags, workers=config.train.workers) as loader:
+        training = Training(ranks, model, inputs.task, loader, config.train, cell.seed)
         start = time.perf_counter()
         for epoch in range(config.train.epochs):
             training.progress.epoch, training.progress.bags = epoch, 0
             train_epoch(training, rows, _Silent())
         trained = time.perf_counter()
-        predict_logits(fabric, model, loader, material.rows("test"))
+        predict_logits(ranks, model, loader, inputs.rows("test"))
         tested = time.perf_counter()
-    cuda = fabric.device.type == "cuda"
+    cuda = ranks.device.type == "cuda"
     # Kilobytes on Linux. On a processor the whole process counts, libraries and loaded slides too.
     peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "peak_reserved_gib": peak / 2**30,
         "train_wsi_per_second": config.train.epochs * len(rows) / (trained - start),
-        "test_wsi_per_second": len(material.rows("test")) / (tested - trained),
+        "test_wsi_per_second": len(inputs.rows("test")) / (tested - trained),
     }
 
 

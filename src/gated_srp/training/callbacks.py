@@ -1,25 +1,32 @@
-"""Who looks on while a run trains: saves its state, writes its tables, shows its progress, and ends it when asked."""
+"""What happens around the loop of a run: its state is saved, its tables written, its progress reported, and it ends when asked to.
 
+Numbers of an epoch also go to TensorBoard, Weights & Biases or MLflow, if installed and named in ``train.log``.
+"""
+
+import hashlib
+import logging
+import resource
 import signal
-import threading
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from lightning.fabric import Fabric
 
 from gated_srp.data.loader import SlideBag
 from gated_srp.errors import Interrupted, UserError
-from gated_srp.training.checkpoint import save_checkpoint
-from gated_srp.training.folder import HISTORY, RunFolder
-from gated_srp.training.gates import COLUMNS
-from gated_srp.training.inputs import Material
-from gated_srp.training.loggers import Logger, open_loggers
-from gated_srp.training.loop import Training
-from gated_srp.training.progress import Report, Speed, memory
+from gated_srp.progress import Event, Progress, silent, spoken
+from gated_srp.training.folder import HISTORY, RunFolder, save_checkpoint
+from gated_srp.training.inputs import TrainingData
+from gated_srp.training.loop import COLUMNS, Training
+from gated_srp.training.ranks import Ranks, handlers
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,47 +37,48 @@ class Stop:
 
 
 @dataclass(eq=False)
-class Keeper:
-    """The `Watch` of a run: saves its state, writes its tables, shows its progress, and ends it when asked."""
+class RunCallbacks:
+    """The `Callbacks` of a run. Rank 0 writes; every rank stops when any rank was asked to."""
 
     run: RunFolder
-    fabric: Fabric
-    report: Report
-    stop: Stop
-    save_every: float  # seconds
-    loggers: list[Logger] = field(default_factory=list)
+    ranks: Ranks
+    progress: Progress = silent
+    stop: Stop = field(default_factory=Stop)
+    save_every: float = 300.0  # seconds
+    loggers: list["Logger"] = field(default_factory=list)
     saved: float = field(default_factory=time.monotonic)
 
-    def begin(self, training: Training, material: Material, settings: Mapping[str, Any]) -> None:
+    def begin(self, training: Training, inputs: TrainingData, settings: Mapping[str, Any]) -> None:
         """The training starts, or goes on from where it stands."""
         progress, train = training.progress, training.settings
         self.training = training
-        self.total = len(material.rows("train")) + len(material.rows("val"))  # bags of an epoch
+        self.total = len(inputs.rows("train")) + len(inputs.rows("val"))  # bags of an epoch
         self.speed = Speed((train.epochs - progress.epoch) * self.total - progress.bags)
         self.seen = progress.bags
-        if self.fabric.global_rank == 0:
+        if self.ranks.first:
             self.loggers = open_loggers(train.log, self.run.path, settings)
             self._write_tables(training)  # a run may have been killed between its state and its tables
 
     def bag(self, bag: SlideBag) -> None:
-        self.speed.add(len(bag.features) * self.fabric.world_size, bags=self.fabric.world_size)
-        self.seen += self.fabric.world_size
-        if self.stop.signal is not None and self.fabric.world_size == 1:
+        self.speed.add(len(bag.features) * self.ranks.count, bags=self.ranks.count)
+        self.seen += self.ranks.count
+        if self.stop.signal is not None and self.ranks.count == 1:
             raise self._interrupted()
-        progress = self.training.progress
-        loss = f"loss {progress.loss / progress.bags:.4f}, " if progress.bags else ""
-        now = f"epoch {progress.epoch + 1}" if progress.epoch < self.training.settings.epochs else "results"
-        self.report.show(min(self.seen, self.total), self.total, f"{now}, {loss}{self._pace()}")
+        if self.ranks.first and self.progress is not silent:
+            progress = self.training.progress
+            loss = f"loss {progress.loss / progress.bags:.4f}, " if progress.bags else ""
+            now = f"epoch {progress.epoch + 1}" if progress.epoch < self.training.settings.epochs else "results"
+            self.progress(Event("bags", min(self.seen, self.total), self.total, f"{now}, {loss}{self._pace()}"))
 
     def window(self, training: Training) -> None:
-        self._heed()
-        if self.fabric.global_rank == 0 and time.monotonic() - self.saved >= self.save_every:
+        self._stop_if_asked()
+        if self.ranks.first and time.monotonic() - self.saved >= self.save_every:
             self._save(training)
 
     def epoch(self, training: Training) -> None:
         progress = training.progress
         self.seen = 0
-        if self.fabric.global_rank == 0:
+        if self.ranks.first:
             self._save(training)
             self._write_tables(training)
             now = {
@@ -82,22 +90,32 @@ class Keeper:
             shown = ("train/loss", "val/loss", f"val/{training.task.select}")
             said = ", ".join(f"{name} {now[name]:.4f}" for name in shown)
             best = " (best so far)" if progress.best_epoch == progress.epoch else ""
-            self.report.say(f"epoch {progress.epoch}/{training.settings.epochs}: {said}{best}; {self._pace()}")
-        self._heed()
+            self.say(f"epoch {progress.epoch}/{training.settings.epochs}: {said}{best}; {self._pace()}", data=now)
+        self._stop_if_asked()
 
     def rescue(self, training: Training, error: Exception) -> None:
         """Something went wrong: keep what was learnt up to the last window."""
         unfinished = training.progress.epoch < training.settings.epochs
-        if self.fabric.global_rank == 0 and unfinished and not training.stepping:
+        if self.ranks.first and unfinished and not training.stepping:
             with suppress(UserError):  # a full disk: the state before is still there, and the first error matters
                 self._save(training)
         if self.stop.signal is not None and not isinstance(error, Interrupted):
             raise self._interrupted() from error  # a signal to the whole group also ends the loader's workers
-        self.report.say(f"stopped: {error}")
+        self.say(f"stopped: {error}")
 
     def close(self) -> None:
         for logger in self.loggers:
             logger.close()
+
+    def say(self, text: str, data: Any = None) -> None:
+        """One line, now: to whoever watches, and to log.txt."""
+        if not self.ranks.first:
+            return
+        _LOG.info("%s", text)
+        log = self.run.path / "log.txt"
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:  # a full disk must not end a run here
+            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+        self.progress(Event("train", text=text, data=data))
 
     def _save(self, training: Training) -> None:
         save_checkpoint(training.checkpoint(), self.run.state)
@@ -107,11 +125,9 @@ class Keeper:
         self.run.write_rows("history.csv", HISTORY, training.progress.history)
         self.run.write_rows("gates.csv", COLUMNS, training.progress.gate_history)
 
-    def _heed(self) -> None:
-        """Stop if any rank was asked to."""
-        asked = torch.tensor(float(self.stop.signal is not None), device=self.fabric.device)
-        if self.fabric.world_size > 1:
-            self.fabric.all_reduce(asked, reduce_op="sum")
+    def _stop_if_asked(self) -> None:
+        asked = torch.tensor(float(self.stop.signal is not None), device=self.ranks.device)
+        self.ranks.sum(asked)
         if asked > 0:
             raise self._interrupted()
 
@@ -119,7 +135,7 @@ class Keeper:
         return Interrupted(f"{self.run.path}: stopped and saved. Start the same command again to go on.")
 
     def _pace(self) -> str:
-        return f"{self.speed.patches:,.0f} patches/s, {memory(self.fabric.device)}, {self.speed.left} left"
+        return f"{self.speed.patches:,.0f} patches/s, {memory(self.ranks.device)}, {self.speed.left} left"
 
 
 @contextmanager
@@ -136,15 +152,133 @@ def stop_on_signals() -> Iterator[Stop]:
         yield stop
 
 
-@contextmanager
-def handlers(wanted: dict[signal.Signals, Any]) -> Iterator[None]:
-    """Signal handlers for a while; only the main thread may set them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class Speed:
+    """Patches per second, and how long the rest will take at the pace so far."""
+
+    def __init__(self, bags: int) -> None:
+        self._start = time.monotonic()
+        self._bags = bags  # still to do
+        self._done = self._patches = 0
+
+    def add(self, patches: int, *, bags: int = 1) -> None:
+        self._done += bags
+        self._patches += patches
+
+    @property
+    def patches(self) -> float:
+        """Per second."""
+        return self._patches / max(time.monotonic() - self._start, 1e-9)
+
+    @property
+    def left(self) -> str:
+        """Time left, as a person says it."""
+        pace = (time.monotonic() - self._start) / max(self._done, 1)
+        return spoken(pace * max(self._bags - self._done, 0))
+
+
+def memory(device: torch.device) -> str:
+    """The most memory held so far: the accelerator's, or the process's."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f} GB"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"{peak / 2**30 if sys.platform == 'darwin' else peak / 2**20:.1f} GB"
+
+
+# Loggers -------------------------------------------------------------------------------------------------------------
+
+
+class Logger(Protocol):
+    """Takes the numbers of an epoch, named ``val/macro_f1`` and the like; numbering starts at 1."""
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        """One epoch."""
+
+    def close(self) -> None:
+        """The training ends, or is left."""
+
+
+class TensorBoard:
+    """Event files in the run's folder ``tensorboard``."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, epoch)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run named COHORT/ARM/seed42; an interrupted training goes on in the same one."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+        self._run = wandb.init(
+            project="gated-srp",
+            name=run_name(folder),
+            id=digest,
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
+        )
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=epoch)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of the experiment gated-srp, where MLflow is set up to keep them."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        import mlflow  # type: ignore[import-not-found, unused-ignore]
+
+        self._mlflow = mlflow
+        mlflow.set_experiment("gated-srp")
+        mlflow.start_run(run_name=run_name(folder))
+        mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({name.replace("@", "_"): value for name, value in values.items()}, step=epoch)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> list[Logger]:
+    """The loggers of ``train.log``."""
+    opened: list[Logger] = []
+    for name in names:
+        try:
+            opened.append(LOGGERS[name](folder, settings))
+        except ImportError as error:
+            raise UserError(
+                f"train.log names {name!r}, but the package {error.name or name!r} is not installed",
+                cure=f"Install it: pip install {name}; or take it out of train.log (history.csv and gates.csv are written anyway).",
+            ) from None
+    return opened
+
+
+def run_name(folder: Path) -> str:
+    """COHORT/ARM/seed42.
+
+    >>> run_name(Path("runs/BRACS/gated_srp/seed42"))
+    'BRACS/gated_srp/seed42'
+    """
+    return "/".join(folder.parts[-3:])

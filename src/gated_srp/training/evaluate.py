@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gated_srp.config.cohort import CohortData, open_cohort
+from gated_srp.config.cohort import open_cohort
+from gated_srp.config.load import load_config
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cache import BagCache
 from gated_srp.data.files.encoders import canonical
 from gated_srp.data.prepared import Preparation
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
+from gated_srp.progress import Progress, silent
 from gated_srp.tasks import Task
-from gated_srp.tasks.task import Findings
-from gated_srp.training.folder import defined
-from gated_srp.training.inputs import Level
-from gated_srp.training.predict import Progress, no_progress, run_models
-from gated_srp.training.trained import Member
+from gated_srp.tasks.task import Findings, Level
+from gated_srp.training.folder import RunFolder, defined
+from gated_srp.training.predict import run_models
+from gated_srp.training.trained import TrainedRun
 
 LEVEL = 0.05
 
@@ -32,14 +33,14 @@ LEVEL = 0.05
 class Evaluation:
     """What a model is worth on a cohort. ``metrics`` has the columns metric, value, low, high, resamples."""
 
-    member: Member
+    run: TrainedRun
     cohort: str
     score: Level
     metrics: pd.DataFrame
     slides: pd.DataFrame
     cases: pd.DataFrame
     skipped: pd.DataFrame  # slide, file, problem
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     repeats: int
     seed: int
     findings: Findings | None = None  # what the task says besides: risk groups of survival
@@ -50,10 +51,10 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is undefined is None."""
-        card = self.member.card
+        card = self.run.card
         about = {key: card.get(key) for key in ("cohort", "arm", "seed", "fold", "split_hash")}
         found = {
-            "run": str(self.member.run),
+            "run": str(self.run.path),
             "trained": about,
             "cohort": self.cohort,
             "score": self.score,
@@ -61,10 +62,10 @@ class Evaluation:
             "patients": self.patients,
             "skipped": len(self.skipped),
             "unlike_training": int(self.slides["unlike_training"].sum()),
-            "temperature": self.member.temperature,
+            "temperature": self.run.temperature,
             "bootstrap": {"resampled": "patients", "repeats": self.repeats, "seed": self.seed, "interval": 1 - LEVEL},
             "metrics": self.metrics.set_index("metric").to_dict("index"),
-            "notes": list(self.notes),
+            "notes": [note.line for note in self.notes],
         }
         if self.findings is not None:
             found |= self.findings.facts
@@ -89,28 +90,49 @@ class Evaluation:
         write_whole(paths[-1], json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
         return paths
 
+    def _repr_html_(self) -> str:
+        return f"<p>{self.run.path} on {self.cohort}, scored by {self.score}</p>{self.metrics.to_html(index=False)}"
 
-def evaluate_run(
-    run: str | Path,
-    config: CohortConfig,
+
+def evaluate(
+    run: str | Path | TrainedRun,
+    cohort: str | Path | CohortConfig,
     *,
     score: Level | None = None,
     repeats: int = 1000,
     seed: int = 0,
     force: bool = False,
-    progress: Progress = no_progress,
+    progress: Progress = silent,
 ) -> Evaluation:
-    """Predict every slide of a cohort's table that has a file, and score slides or cases (``score``; None: as in training).
+    """Score a finished run on another labelled cohort, with intervals over resampled patients.
 
-    How bags are made comes from the model's card, not from ``config``; which files and labels, from ``config``.
+    Args:
+        run: a run's folder or its model file.
+        cohort: the cohort's YAML, or its config. It says which files and labels; how bags are made comes from the model's card.
+        score: ``"slide"`` or ``"case"``; None: as in training.
+        repeats: how often patients are resampled.
+        seed: of the resampling.
+        force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
+        progress: called after each slide.
+
+    Returns:
+        `Evaluation`: ``metrics`` with intervals, predictions of ``slides`` and ``cases``, ``skipped``, ``notes``, ``write(folder)``.
+
+    Example:
+        >>> import gated_srp
+        >>> gated_srp.evaluate("runs/BRACS/gated_srp/seed42", "other.yaml").metrics  # doctest: +SKIP
     """
-    member = Member.open(run)
-    config = _fitting_config(member, config)
+    if score not in (None, "slide", "case"):
+        raise UserError("expected slide or case.", where=f"--score {score}")
+    trained = TrainedRun.open(run)
+    config = _fitting_config(trained, cohort if isinstance(cohort, CohortConfig) else load_config(cohort))
     data = open_cohort(config)
-    slides, notes = _labelled(data, member.task)
-    level: Level = score or member.card.get("score", "slide")
+    frame = data.table.frame
+    frame = frame.assign(file=frame["slide"].map(data.matches.found)).dropna(subset="file").reset_index(drop=True)
+    slides, notes = trained.task.matched(frame, data.table.classes, where=config.name)
+    level: Level = score or trained.card.get("score", "slide")
     found = run_models(
-        [member],
+        [trained],
         slides,
         reading=Preparation(**config.reading),
         cache=BagCache(config.cache.folder) if config.cache.folder else None,
@@ -119,19 +141,19 @@ def evaluate_run(
         progress=progress,
     )
     kept = slides.set_index("slide").loc[found.slides["slide"]].reset_index()
-    columns = {**member.task.answers(kept), **member.task.predict(member.calibrated(found.logits[0]))}
+    columns = {**trained.task.answers(kept), **trained.task.predict(trained.calibrated(found.logits[0]))}
     predicted = found.slides[["slide", "case"]].assign(
         **columns, **{name: found.slides[name] for name in ("training_distance", "unlike_training")}
     )
-    cases = _by_case(member.task, predicted, needed=level == "case")
+    cases = _by_case(trained.task, predicted, needed=level == "case")
     scored = predicted if level == "slide" else cases
-    metrics = bootstrap(scored, member.task.metrics, repeats=repeats, seed=seed)
-    findings = member.task.examine(cases, member.card)
+    metrics = bootstrap(scored, trained.task.metrics, repeats=repeats, seed=seed)
+    findings = trained.task.examine(cases, trained.card)
     if findings is not None:
         cases = cases.assign(**findings.columns)
-    said = (*(note.line for note in data.notes), *notes, *found.notes, *_cautions(member, predicted))
+    said = (*data.notes, *notes, *found.notes, *_cautions(trained, predicted))
     return Evaluation(
-        member, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, findings
+        trained, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, findings
     )
 
 
@@ -165,39 +187,34 @@ def bootstrap(
     return pd.DataFrame(rows, columns=["metric", "value", "low", "high", "resamples"])
 
 
-def _fitting_config(member: Member, config: CohortConfig) -> CohortConfig:
+def _fitting_config(run: TrainedRun, config: CohortConfig) -> CohortConfig:
     """The cohort with the model's encoder; another task or encoder is refused before any file is read."""
-    if config.task is not None and config.task != member.card["task"]:
+    if config.task is not None and config.task != run.task.name:
         raise UserError(
-            f"{config.name}: a table for {config.task}, but {member.run} was trained for {member.card['task']}. "
-            "Name the columns of that task (`target`, or `time` and `event`), or another run."
+            f"a table for {config.task}, but {run.path} was trained for {run.task.name}",
+            where=config.name,
+            cure="Name the columns of that task (`target`, or `time` and `event`), or another run.",
         )
-    if (member.images is None) != (config.images is None):
+    if (run.images is None) != (config.images is None):
         kinds = ("feature files", "images")
         raise UserError(
-            f"{config.name}: a cohort of {kinds[config.images is not None]}, but {member.run} was trained on "
-            f"{kinds[member.images is not None]}. Name those with `{'features' if member.images is None else 'images'}`, or another run."
+            f"a cohort of {kinds[config.images is not None]}, but {run.path} was trained on {kinds[run.images is not None]}",
+            where=config.name,
+            cure=f"Name those with `{'features' if run.images is None else 'images'}`, or another run.",
         )
-    if member.encoder is None:
+    if run.encoder is None:
         return config
-    if config.encoder is not None and canonical(config.encoder) != member.encoder:
+    if config.encoder is not None and canonical(config.encoder) != run.encoder:
         raise UserError(
-            f"{config.name}: encoder {config.encoder}, but {member.run} was trained on {member.encoder}. "
-            "Point `features` at that encoder's files, or name another run."
+            f"encoder {config.encoder}, but {run.path} was trained on {run.encoder}",
+            where=config.name,
+            cure="Point `features` at that encoder's files, or name another run.",
         )
-    return config.model_copy(update={"encoder": member.encoder})
-
-
-def _labelled(data: CohortData, task: Task) -> tuple[pd.DataFrame, list[str]]:
-    """Slides with a file, their labels in the model's terms, and what to know about them."""
-    frame = data.table.frame
-    frame = frame.assign(file=frame["slide"].map(data.matches.found)).dropna(subset="file").reset_index(drop=True)
-    frame, notes = task.matched(frame, data.table.classes, where=data.config.name)
-    return frame, [note.line for note in notes]
+    return config.model_copy(update={"encoder": run.encoder})
 
 
 def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:
-    """One row a case; without truth where the slides of a case differ in it, unless it is needed."""
+    """One row per case; without truth where the slides of a case differ in it, unless it is needed."""
     try:
         return task.by_case(slides)
     except UserError:
@@ -206,19 +223,14 @@ def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:
         return task.by_case(slides.drop(columns=list(task.truth)))
 
 
-def _cautions(member: Member, slides: pd.DataFrame) -> list[str]:
+def _cautions(run: TrainedRun, slides: pd.DataFrame) -> Iterator[Note]:
     """Reasons to trust the numbers less."""
-    cautions = []
-    split = (member.run if member.run.is_dir() else member.run.parent) / "split.csv"
-    if split.is_file():
-        parts = pd.read_csv(split, dtype=str, keep_default_na=False)
+    parts = RunFolder(run.path if run.path.is_dir() else run.path.parent).split
+    if parts is not None:
         used = set(parts.loc[parts["split"].isin(["train", "val"]), parts.columns[0]])
-        again = slides["case"].isin(used) | slides["slide"].isin(used)
-        if again.any():
-            cautions.append(
-                f"warning: {int(again.sum())} of {len(slides)} slides trained or validated this model, "
-                "so this is no external validation"
-            )
-    if len(slides) and slides["unlike_training"].any():
-        cautions.append(f"warning: {int(slides['unlike_training'].sum())} slides are unlike the training slides")
-    return cautions
+        again = int((slides["case"].isin(used) | slides["slide"].isin(used)).sum())
+        if again:
+            said = f"{again} of {len(slides)} slides trained or validated this model, so this is no external validation"
+            yield Note("warning", "seen_in_training", said)
+    if unlike := int(slides["unlike_training"].sum()):
+        yield Note("warning", "unlike_training", f"{unlike} slides are unlike the training slides")

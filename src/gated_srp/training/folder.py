@@ -1,33 +1,50 @@
-"""A run is a folder OUT/COHORT/ARM/seed42: who may write into it, whether it is finished, and its files.
+"""The folder of a run: its lock, its files, the state of an unfinished training, and everything that is read back of it.
 
-config.yaml, split.csv, environment.json   at the start         history.csv, gates.csv   after each epoch
-model.safetensors, predictions_{val,test}_{slide,case}.csv, and last metrics.json: a run with metrics.json is finished
-log.txt   everything that was said              state.pt   while unfinished: all that is needed to go on
+    run = RunFolder("runs/BRACS/gated_srp/seed42")
+    run.metrics("test"), run.history, run.gates, run.predictions("test", "slide"), run.card
+
+config.yaml  environment.json  split.csv  log.txt          written when a run begins
+state.pt     history.csv       gates.csv                   while it trains; the state is removed at the end
+predictions_PART_LEVEL.csv  model.safetensors  metrics.json    at the end; metrics.json is the last and says that it is finished
 """
 
+from __future__ import annotations
+
+import importlib.metadata
+import io
 import json
 import math
 import os
+import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 import yaml
+from torch import Tensor
 
+from gated_srp import __version__
 from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 
 HISTORY = ("epoch", "split", "metric", "value")
+FORMAT = 1  # of state.pt
+_PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchmetrics", "torchsurv")
 # Settings that change where or how fast a run is computed, not what it computes.
 _FREE = {"out", "cache.folder", "train.workers", "train.log", "train.checkpointing"}
+_TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
 _held: set[int] = set()  # descriptors of locks held by this process
 
 
-def _let_go() -> None:
+def _release_locks() -> None:
     """In a forked child (a loader's worker): a lock lives as long as anyone holds it, and only its owner may."""
     for descriptor in _held:
         with suppress(OSError):
@@ -35,24 +52,33 @@ def _let_go() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_locks)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run."""
+    """The files of one run. What is not there yet reads as empty, or as None; what cannot be read is a `UserError`."""
 
     path: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
     @classmethod
-    def of(cls, config: CohortConfig, *, arm: str, seed: int, fold: int = 0) -> "RunFolder":
+    def of(cls, config: CohortConfig, *, arm: str, seed: int, fold: int = 0) -> RunFolder:
         """Where the run of an arm and a seed (and a fold) lives."""
         suffix = f"_fold{fold}" if config.folds else ""
         return cls(config.out / config.name / arm / f"seed{seed}{suffix}")
 
     @property
     def state(self) -> Path:
+        """The state of an unfinished training."""
         return self.path / "state.pt"
+
+    @property
+    def model(self) -> Path:
+        """The finished model."""
+        return self.path / "model.safetensors"
 
     @property
     def finished(self) -> bool:
@@ -60,7 +86,107 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
+        """Whether there is a state to go on from."""
         return self.state.is_file()
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """config.yaml, everything resolved."""
+        try:
+            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise _unreadable(self.path / "config.yaml", error) from None
+        return content if isinstance(content, dict) else {}
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, device, precision, threads, start weights."""
+        return self.read_json("environment.json")
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """metrics.json: what was trained, the best epoch, metrics by part and level. Empty while it trains."""
+        return self.read_json("metrics.json")
+
+    def metrics(self, part: str = "test", level: str | None = None) -> dict[str, float]:
+        """Metrics of val or test, at the level that scores or the one named; not a number where undefined."""
+        found = self.results
+        values = (found.get(part) or {}).get(level or found.get("score")) or {}
+        return {name: math.nan if value is None else float(value) for name, value in values.items()}
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """Columns epoch, split, metric, value: losses and validation metrics of every epoch."""
+        return self._csv("history.csv", columns=HISTORY)
+
+    @property
+    def gates(self) -> pd.DataFrame:
+        """Statistics of beta per epoch and layer."""
+        return self._csv("gates.csv")
+
+    def predictions(self, part: str = "test", level: str = "slide") -> pd.DataFrame:
+        """Predictions of val or test, one row per slide or per case."""
+        return read_predictions(self.path / f"predictions_{part}_{level}.csv")
+
+    @property
+    def split(self) -> pd.DataFrame | None:
+        """Units (slides or patients) in the first column and their part in ``split``; None where there is none."""
+        if not (self.path / "split.csv").is_file():
+            return None
+        return self._csv("split.csv", dtype=str, keep_default_na=False)
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """What the finished model's file says of itself."""
+        from gated_srp.models.store import load_card
+
+        return load_card(self.model)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Its content; nothing where there is no such file."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.path / name, error) from None
+        return content
+
+    def _csv(self, name: str, columns: Sequence[str] = (), **options: Any) -> pd.DataFrame:
+        try:
+            found: pd.DataFrame = pd.read_csv(self.path / name, **options)
+            return found
+        except (FileNotFoundError, pd.errors.EmptyDataError):
+            return pd.DataFrame(columns=list(columns))
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.path / name, error) from None
+
+    def _repr_html_(self) -> str:
+        if not self.finished:
+            return f"<p><b>{self.path}</b>: {'not finished' if self.begun else 'not begun'}</p>"
+        found = self.results
+        scores = pd.DataFrame({part: self.metrics(part) for part in ("val", "test")})
+        about = f"{found['arm']}, seed {found['seed']}, best epoch {found['best_epoch']}, scored by {found['score']}"
+        return f"<p><b>{self.path}</b>: {about}</p>{scores.to_html()}"
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+        write_whole(self.path / "config.yaml", text)
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        write_whole(self.path / name, json.dumps(defined(content), indent=2, allow_nan=False) + "\n")
+
+    def write_csv(self, name: str, frame: pd.DataFrame) -> None:
+        write_whole(self.path / name, frame.to_csv(index=False, lineterminator="\n"))
+
+    def write_rows(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.write_csv(name, pd.DataFrame(list(rows), columns=list(columns)))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -69,7 +195,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}). Choose another `out`.") from None
+            raise UserError(
+                f"cannot be written ({error.strerror})", where=self.path, cure="Choose another `out`."
+            ) from None
         _held.add(descriptor)
         try:
             self._take(descriptor)
@@ -85,7 +213,9 @@ class RunFolder:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{self.path}: another process is training this run. Wait for it, or stop it; this one changed nothing."
+                "another process is training this run",
+                where=self.path,
+                cure="Wait for it, or stop it; this one changed nothing.",
             ) from None
         for draft in self.path.glob(".*.*"):  # of a process that was killed while it wrote
             if draft.is_file():
@@ -95,38 +225,27 @@ class RunFolder:
         """What is in the folder must have been made, or begun, with these settings."""
         if not (self.finished or self.begun):
             return
-        try:
-            there = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"{self.path}/config.yaml: cannot be read ({error}). Choose another `out`.") from None
-        different = differences(there, dict(settings))
-        if different:
+        if not (there := self.settings):
+            raise _unreadable(self.path / "config.yaml", "it is missing or empty")
+        if different := differences(there, dict(settings)):
             raise UserError(
-                f"{self.path}: holds a run with other settings: {'; '.join(different)}. Choose another `out`, or remove the folder."
+                f"holds a run with other settings: {'; '.join(different)}",
+                where=self.path,
+                cure="Choose another `out`, or remove the folder.",
             )
 
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-        write_whole(self.path / "config.yaml", text)
 
-    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        write_whole(self.path / name, json.dumps(defined(content), indent=2, allow_nan=False) + "\n")
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Its content; nothing where there is no such file."""
-        try:
-            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path / name}: cannot be read ({error}). Choose another `out`.") from None
-        return content
-
-    def write_csv(self, name: str, frame: pd.DataFrame) -> None:
-        write_whole(self.path / name, frame.to_csv(index=False, lineterminator="\n"))
-
-    def write_rows(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self.write_csv(name, pd.DataFrame(list(rows), columns=list(columns)))
+def read_predictions(path: str | Path) -> pd.DataFrame:
+    """A predictions table; ids and class names stay text, whatever they spell, and numbers are the ones that were written."""
+    try:
+        frame = pd.read_csv(path, dtype=_TEXT, keep_default_na=False, float_precision="round_trip")
+    except (OSError, ValueError) as error:
+        cure = "Run `gated-srp predict` again."
+        raise UserError(f"cannot be read as predictions ({error})", where=path, cure=cure) from None
+    if "case" not in frame:
+        cure = "Run `gated-srp evaluate` again."
+        raise UserError("no column 'case', so patients cannot be resampled", where=path, cure=cure)
+    return frame
 
 
 def settings_of(config: CohortConfig, *, arm: str, seed: int) -> dict[str, Any]:
@@ -155,3 +274,80 @@ def defined(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [defined(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def environment(**facts: Any) -> dict[str, Any]:
+    """What is used, for environment.json. ``threads`` and ``precision`` are taken up again when a run goes on."""
+    return {
+        "started": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        "command": sys.argv,
+        "versions": versions(),
+        "platform": platform.platform(),
+        **facts,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of this package and of what computes."""
+    found = {"python": platform.python_version(), "gated_srp": __version__}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _unreadable(path: Path, error: object) -> UserError:
+    return UserError(f"cannot be read ({error})", where=path, cure="Choose another `out`.")
+
+
+# The state of an unfinished training ---------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainingProgress:
+    """How far a training has come: with the weights and the optimiser, all that is needed to go on.
+
+    It always stands at the end of a window: ``bags`` of the order of ``epoch`` are learnt, in ``step`` optimiser steps.
+    """
+
+    epoch: int = 0
+    bags: int = 0
+    step: int = 0
+    loss: float = 0.0  # sum over the bags of this epoch
+    gates: Tensor = field(default_factory=lambda: torch.zeros(0, 7, dtype=torch.float64))  # their sums too
+    best_epoch: int = -1
+    best_score: float = float("-inf")
+    history: list[list[Any]] = field(default_factory=list)  # epoch, split, metric, value
+    gate_history: list[list[Any]] = field(default_factory=list)  # rows of gates.csv
+
+
+@dataclass
+class Checkpoint:
+    """Everything of a training at one moment; ``best`` are the weights of the best epoch so far, None before the first."""
+
+    progress: TrainingProgress
+    model: dict[str, Tensor]
+    optimiser: dict[str, Any]
+    best: dict[str, Tensor] | None = None
+
+
+def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    """Write the state as one file that opens without running pickled code."""
+    buffer = io.BytesIO()  # a full disk then shows itself as an OSError of our own write
+    content = {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
+    torch.save({"format": FORMAT, **content, "progress": asdict(checkpoint.progress)}, buffer)
+    write_whole(path, buffer.getbuffer())
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a state, on the CPU."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for broken files
+        what = f"the saved state cannot be read ({type(error).__name__})"
+        raise UserError(what, where=path, cure="Remove this file to train from the start.") from error
+    if content.pop("format", 0) > FORMAT:
+        cure = "Update it: pip install -U gated-srp."
+        raise UserError("written by a newer version of gated-srp", where=path, cure=cure)
+    return Checkpoint(**content | {"progress": TrainingProgress(**content["progress"])})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import pandas as pd
 from torch import Tensor
@@ -14,14 +13,13 @@ from gated_srp.config.cohort import CohortData, open_cohort, slide_dataset
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits.rules import Split
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Task
-
-Level = Literal["slide", "case"]
+from gated_srp.tasks.task import Level
 
 
 @dataclass(frozen=True, eq=False)
-class Material:
+class TrainingData:
     """Slides that have a file and a part, in the table's order; row i of ``slides`` is bag i of ``bags``."""
 
     slides: pd.DataFrame  # slide, case, truth, file, part
@@ -29,7 +27,7 @@ class Material:
     task: Task
     bags: SlideDataset
     score: Level  # what selects and is reported: slides, or cases
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def hash(self) -> str:
@@ -47,13 +45,13 @@ class Material:
         return self.bags.targets[rows]
 
     def predictions(self, rows: list[int], logits: Tensor) -> pd.DataFrame:
-        """One row a slide: slide, case, truth, predictions."""
+        """One row per slide: slide, case, truth, predictions."""
         chosen = self.slides.loc[rows].reset_index(drop=True)
         columns = {**self.task.answers(chosen), **self.task.predict(logits)}
         return chosen[["slide", "case"]].assign(**columns)
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
-        """One row a case. Where the slides of a case differ in their truth, the table has none."""
+        """One row per case. Where the slides of a case differ in their truth, the table has none."""
         if self.mixed_truth(slides):
             slides = slides.drop(columns=list(self.task.truth))
         return self.task.by_case(slides)
@@ -64,7 +62,7 @@ class Material:
         return bool(distinct["case"].duplicated().any())
 
 
-def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
+def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     """Read the table, find the files, draw the split; everything that can be wrong before the first bag is refused here."""
     data = open_cohort(config)
     split = data.split(seed, fold)
@@ -72,15 +70,14 @@ def gather(config: CohortConfig, seed: int, fold: int = 0) -> Material:
     _check_parts(slides, split, data)
     task = data.table.kind.fit(slides[slides["part"] == "train"], data.table.classes, config.metric)
     bags = slide_dataset(config, slides, task.encode(slides))
-    material = Material(
-        slides, split, task, bags, config.score, tuple(note.line for note in (*data.notes, *split.notes))
-    )
-    if config.score == "case" and material.mixed_truth(slides):
+    inputs = TrainingData(slides, split, task, bags, config.score, (*data.notes, *split.notes))
+    if config.score == "case" and inputs.mixed_truth(slides):
+        truth = " or ".join(task.truth)
         raise UserError(
-            f"score: case, but the slides of some patients differ in {' or '.join(task.truth)}, so a case has no single truth. "
-            "Set `score: slide`, or correct the table."
+            f"score: case, but the slides of some patients differ in {truth}, so a case has no single truth",
+            cure="Set `score: slide`, or correct the table.",
         )
-    return material
+    return inputs
 
 
 def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:
@@ -89,6 +86,8 @@ def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:
     if absent:
         found = ", ".join(f"{part} {split.counts[part]}" for part in split.counts)
         raise UserError(
-            f"{data.config.name}: no slide with a feature file is left in {' and '.join(absent)} (units of the split: {found}; "
-            f"slides without a file: {len(data.matches.missing)}). Add slides or files, or give your own `split`."
+            f"no slide with a feature file is left in {' and '.join(absent)} (units of the split: {found}; "
+            f"slides without a file: {len(data.matches.missing)})",
+            where=data.config.name,
+            cure="Add slides or files, or give your own `split`.",
         )

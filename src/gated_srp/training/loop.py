@@ -1,9 +1,11 @@
-"""The training loop: the only one. One bag a step (of images: a mini-batch), exact windows of accumulated gradients, best epoch on
-validation.
+"""The training loop: the only one. One bag per step (of images: a mini-batch), exact windows of accumulated gradients, the best epoch
+on validation.
 
 Randomness comes from named streams alone (order of bags: seed and epoch; drop path and augmentation: seed, epoch and slide), so a
 training can be left at the end of any window and taken up again without a difference. N ranks share the bags of each window and sum their
 gradients once, so that they compute what one rank computes.
+
+Shapes: B bags of a forward, K outputs, G gates, L rows, H heads, N patches.
 """
 
 import math
@@ -11,25 +13,25 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from lightning.fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 
 from gated_srp.config.schema import TrainConfig
 from gated_srp.data.loader import BagLoader, SlideBag, together
 from gated_srp.errors import UserError
 from gated_srp.models.slide import SlideModel
+from gated_srp.srp import PatchGraph, SignedGate, range_free
 from gated_srp.streams import stream
 from gated_srp.tasks import Task
-from gated_srp.training.checkpoint import Checkpoint, Progress
-from gated_srp.training.gates import GateRecorder
+from gated_srp.training.folder import Checkpoint, TrainingProgress
 from gated_srp.training.optim import flat_gradients, learning_rate, make_optimiser
+from gated_srp.training.ranks import Ranks
 
 
-class Watch(Protocol):
-    """Who looks on: shows progress, saves, and may end the training by raising."""
+class Callbacks(Protocol):
+    """Called by the loop: shows progress, saves, and may end the training by raising."""
 
     def bag(self, bag: SlideBag) -> None:
         """A bag was computed."""
@@ -45,13 +47,13 @@ class Watch(Protocol):
 class Training:
     """A training in memory. The model is on its device; what is frozen is frozen."""
 
-    fabric: Fabric
+    ranks: Ranks
     model: SlideModel
     task: Task
     loader: BagLoader
     settings: TrainConfig
     seed: int
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     best: dict[str, Tensor] | None = None
     stepping: bool = False  # weights and progress do not agree just now
 
@@ -64,7 +66,7 @@ class Training:
 
     @property
     def batch(self) -> int:
-        """Bags that go through the model at once. Slides differ in length, and Nystrom's pinv wants one a time."""
+        """Bags that go through the model at once. Slides differ in length, and Nystrom's pinv wants one at a time."""
         return self.settings.batch_size if self.model.images else 1
 
     def checkpoint(self) -> Checkpoint:
@@ -79,35 +81,36 @@ class Training:
 
 
 def fit(
-    training: Training, rows: Sequence[int], evaluate: Callable[[], tuple[dict[str, float], float]], watch: Watch
+    training: Training,
+    rows: Sequence[int],
+    evaluate: Callable[[], tuple[dict[str, float], float]],
+    callbacks: Callbacks,
 ) -> None:
     """Train on these bags from where the training stands to its last epoch.
 
     ``evaluate`` gives the validation metrics and the score of which more is better.
     """
     while training.progress.epoch < training.settings.epochs:
-        train_epoch(training, rows, watch)
+        train_epoch(training, rows, callbacks)
         metrics, score = evaluate()
         finish_epoch(training, len(rows), metrics, score)
-        watch.epoch(training)
+        callbacks.epoch(training)
 
 
-def train_epoch(training: Training, rows: Sequence[int], watch: Watch) -> None:
+def train_epoch(training: Training, rows: Sequence[int], callbacks: Callbacks) -> None:
     """The windows of this epoch that are still to do."""
-    fabric, progress, settings = training.fabric, training.progress, training.settings
+    ranks, progress, settings = training.ranks, training.progress, training.settings
     size = settings.accumulation * settings.batch_size
     total = settings.epochs * math.ceil(len(rows) / size)
     order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows))]
     windows = [order[start : start + size] for start in range(progress.bags, len(order), size)]
-    mine = [row for window in windows for row in window[fabric.global_rank :: fabric.world_size]]
+    mine = [row for window in windows for row in window[ranks.rank :: ranks.count]]
     bags = training.loader.epoch(mine, (training.seed, progress.epoch))
     training.model.train()
     for window in windows:
-        losses = accumulate(training, window, bags, watch)
-        gates = training.gates.take(fabric.device)
-        if fabric.world_size > 1:
-            for sums in (training.gradient, losses, gates):
-                fabric.all_reduce(sums, reduce_op="sum")
+        losses = accumulate(training, window, bags, callbacks)
+        gates = training.gates.take(ranks.device)
+        ranks.sum(training.gradient, losses, gates)
         values, betas = losses.tolist(), gates.double().cpu()
         clip_or_stop(training, window, values)
         for group in training.optimiser.param_groups:
@@ -120,32 +123,32 @@ def train_epoch(training: Training, rows: Sequence[int], watch: Watch) -> None:
         progress.loss += math.fsum(values)
         progress.gates = progress.gates + betas
         training.stepping = False
-        watch.window(training)
+        callbacks.window(training)
 
 
-def accumulate(training: Training, window: Sequence[int], bags: Iterator[SlideBag], watch: Watch) -> Tensor:
+def accumulate(training: Training, window: Sequence[int], bags: Iterator[SlideBag], callbacks: Callbacks) -> Tensor:
     """Add up the gradients of this rank's bags of a window; the losses (bags of the window,), those of other ranks zero."""
-    losses = torch.zeros(len(window), device=training.fabric.device)
-    for places in steps(training.fabric, len(window), training.batch):
+    losses = torch.zeros(len(window), device=training.ranks.device)
+    for places in steps(training.ranks, len(window), training.batch):
         batch = [next(bags) for _ in places]
-        with blaming(batch, training.settings):
-            loss = learn(training, batch)
-            training.fabric.backward(loss / (len(window) / len(batch)))
+        with error_context(batch, training.settings):
+            loss = training_step(training, batch)
+            (loss / (len(window) / len(batch))).backward()
         losses[list(places)] = loss.detach()
         for bag in batch:
-            watch.bag(bag)
+            callbacks.bag(bag)
     return losses
 
 
-def steps(fabric: Fabric, bags: int, size: int) -> Iterator[range]:
+def steps(ranks: Ranks, bags: int, size: int) -> Iterator[range]:
     """Places of the bags that this rank takes, at most ``size`` at once."""
-    mine = range(fabric.global_rank, bags, fabric.world_size)
+    mine = range(ranks.rank, bags, ranks.count)
     return (mine[start : start + size] for start in range(0, len(mine), size))
 
 
-def learn(training: Training, batch: Sequence[SlideBag]) -> Tensor:
+def training_step(training: Training, batch: Sequence[SlideBag]) -> Tensor:
     """The mean loss of bags that go through the model together."""
-    model, device = training.model, training.fabric.device
+    model, device = training.model, training.ranks.device
     keep = None
     if model.drop_path > 0:
         names = [f"drop path/{training.progress.epoch}/{bag.slide}" for bag in batch]
@@ -154,7 +157,7 @@ def learn(training: Training, batch: Sequence[SlideBag]) -> Tensor:
     training.gates.next_bag()
     features, graph = together(batch)
     target = torch.stack([bag.target for bag in batch if bag.target is not None])
-    with training.fabric.autocast():
+    with training.ranks.autocast():
         return model.training_loss(
             features.to(device, non_blocking=True),
             graph.to(device),
@@ -167,14 +170,15 @@ def learn(training: Training, batch: Sequence[SlideBag]) -> Tensor:
 def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[float]) -> None:
     """Clip the gradient's norm; a loss or a norm that is not a number ends the training before it spoils the weights."""
     bad = [row for row, loss in zip(window, losses, strict=True) if not math.isfinite(loss)]
-    norm = float(torch.linalg.vector_norm(training.gradient))  # waits for the device, once a window
+    norm = float(torch.linalg.vector_norm(training.gradient))  # waits for the device, once per window
     if bad or not math.isfinite(norm):
         slides = training.loader.dataset.slides["slide"]
         names = ", ".join(repr(slides[row]) for row in (bad or window)[:5])
+        what = "the loss" if bad else "the gradient"
         raise UserError(
-            f"{'the loss' if bad else 'the gradient'} is not a finite number in epoch {training.progress.epoch + 1}, slide {names}. "
-            "The state before it is kept. Look at the slide with `gated-srp check --deep`; lower train.lr, or set "
-            "train.precision: 32, in a new run."
+            f"{what} is not a finite number in epoch {training.progress.epoch + 1}, slide {names}. The state before it is kept",
+            cure="Look at the slide with `gated-srp check --deep`; lower train.lr, or set train.precision: 32, in a new run.",
+            kind="not_finite",
         )
     if training.settings.clip is not None and norm > training.settings.clip:
         training.gradient.mul_(training.settings.clip / norm)
@@ -196,7 +200,7 @@ def finish_epoch(training: Training, bags: int, metrics: dict[str, float], score
 
 @torch.no_grad()
 def predict_logits(
-    fabric: Fabric,
+    ranks: Ranks,
     model: SlideModel,
     loader: BagLoader,
     rows: Sequence[int],
@@ -206,17 +210,16 @@ def predict_logits(
 ) -> Tensor:
     """Logits of these bags, (B, K) in float32 on the CPU, ``batch`` at a time; ranks share the bags, all get the answer."""
     model.eval()
-    logits = torch.zeros(len(rows), model.settings["num_outputs"], device=fabric.device)
-    bags = loader.epoch([rows[place] for step in steps(fabric, len(rows), batch) for place in step])
-    for places in steps(fabric, len(rows), batch):
+    logits = torch.zeros(len(rows), model.settings["num_outputs"], device=ranks.device)
+    bags = loader.epoch([rows[place] for step in steps(ranks, len(rows), batch) for place in step])
+    for places in steps(ranks, len(rows), batch):
         found = [next(bags) for _ in places]
-        with blaming(found, None), fabric.autocast():
+        with error_context(found), ranks.autocast():
             features, graph = together(found)
-            logits[list(places)] = model(features.to(fabric.device, non_blocking=True), graph.to(fabric.device)).float()
+            logits[list(places)] = model(features.to(ranks.device, non_blocking=True), graph.to(ranks.device)).float()
         for bag in found:
             seen(bag)
-    if fabric.world_size > 1:
-        fabric.all_reduce(logits, reduce_op="sum")
+    ranks.sum(logits)
     return logits.cpu()
 
 
@@ -227,14 +230,16 @@ def bag_order(seed: int, epoch: int, bags: int) -> list[int]:
 
 
 @contextmanager
-def blaming(bags: Sequence[SlideBag], settings: TrainConfig | None) -> Iterator[None]:
+def error_context(bags: Sequence[SlideBag], settings: TrainConfig | None = None) -> Iterator[None]:
     """Errors inside name the slide, or the first of several; running out of memory says what to set."""
     try:
         yield
     except UserError as error:
         more = f" and {len(bags) - 1} with it" if len(bags) > 1 else ""
-        raise UserError(f"slide {bags[0].slide!r} ({bags[0].path}){more}: {error}") from error
+        place = f"slide {bags[0].slide!r} ({bags[0].path}){more}"
+        raise error.changed(where=f"{place}: {error.where}" if error.where else place) from error
     except (MemoryError, RuntimeError) as error:
+        # PyTorch has one class of error for everything, so its words are all there is to tell by.
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|enough memory", str(error)):
             raise
         raise _out_of_memory(bags, settings) from error
@@ -256,5 +261,80 @@ def _out_of_memory(bags: Sequence[SlideBag], settings: TrainConfig | None) -> Us
     more = f" and {len(bags) - 1} more at once, each" if len(bags) > 1 else ""
     return UserError(
         f"out of memory at slide {bag.slide!r}{more} with {patches:,} patches of {bag.features.shape[1]} channels. "
-        f"The state before it is kept. Set {'; or '.join(cures)}."
+        "The state before it is kept",
+        cure=f"Set {'; or '.join(cures)}.",
+        kind="memory",
     )
+
+
+# What the gates do --------------------------------------------------------------------------------------------------
+
+# Regimes: <= -0.5 adds to the common part, around 0 leaves it, 0.5 to 1.5 removes it, > 1.5 turns it round.
+STATISTICS = ("mean", "std", "share_anti", "share_identity", "share_projection", "share_reflection", "share_negative")
+COLUMNS = ("epoch", "layer", *STATISTICS, "mean_over_delta")
+
+
+def summary(beta: Tensor) -> Tensor:
+    """The `STATISTICS` of each bag's coefficients, (..., H, N) -> (..., 7), on their device."""
+    beta = beta.detach().float().flatten(-2)  # (..., H * N)
+    parts = (beta <= -0.5, (beta > -0.5) & (beta < 0.5), (beta >= 0.5) & (beta <= 1.5), beta > 1.5, beta < 0)
+    shares = [part.float().mean(-1) for part in parts]
+    return torch.stack([beta.mean(-1), beta.std(-1, correction=0), *shares], -1)
+
+
+class GateRecorder:
+    """Sums the summaries of every gate over training forwards, through hooks and without asking the device for a value.
+
+    Call `next_bag` before each training forward: recomputation by activation checkpointing is not counted again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [(number, block.correction.coefficient) for number, block in _corrected(model)]
+        gates = [(number, gate) for number, gate in found if isinstance(gate, SignedGate)]
+        self.layers = [number for number, _ in gates]
+        self.deltas = [2.0 if gate.bound is range_free else gate.delta for _, gate in gates]
+        self._sums: list[Tensor | None] = [None] * len(gates)
+        self._open: set[int] = set()
+        self._handles = [gate.register_forward_hook(self._hook(i)) for i, (_, gate) in enumerate(gates)]
+
+    def next_bag(self) -> None:
+        """The next forward of each gate counts."""
+        self._open = set(range(len(self.layers)))
+
+    def take(self, device: torch.device | str = "cpu") -> Tensor:
+        """The sums since the last call, (G, 7)."""
+        self._open = set()
+        none = torch.zeros(0, len(STATISTICS), device=device)
+        sums = [none.new_zeros(1, len(STATISTICS)) if s is None else s.to(device)[None] for s in self._sums]
+        self._sums = [None] * len(self._sums)
+        return torch.cat([none, *sums])
+
+    def rows(self, epoch: int, sums: Tensor, bags: int) -> list[list[float]]:
+        """Rows of gates.csv (`COLUMNS`) for an epoch's sums over this many bags."""
+        means = (sums / bags).tolist()
+        return [
+            [epoch, layer, *values, values[0] / delta]
+            for layer, delta, values in zip(self.layers, self.deltas, means, strict=True)
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, place: int) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], beta: Tensor) -> None:
+            if place not in self._open:
+                return
+            self._open.discard(place)
+            graph: PatchGraph = args[2]
+            heads = beta.view(graph.num_bags, -1, beta.shape[-1]).transpose(1, 2)  # (B, H, L), of one length
+            found = summary(heads[..., graph.before : graph.before + max(graph.lengths)]).sum(0)
+            before = self._sums[place]
+            self._sums[place] = found if before is None else before + found
+
+        return record
+
+
+def _corrected(model: nn.Module) -> list[tuple[int, Any]]:
+    blocks = getattr(model, "blocks", ())
+    return [(number, block) for number, block in enumerate(blocks) if getattr(block, "correction", None) is not None]

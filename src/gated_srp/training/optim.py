@@ -1,11 +1,15 @@
-"""AdamW as the paper sets it: which parameters decay, and the learning rate of each step."""
+"""What is trained and how: AdamW as the paper sets it, the learning rate of each step, start weights, frozen trunks."""
 
+import hashlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from gated_srp.errors import UserError
+from gated_srp.models import SlideModel, load_model, load_published
 from gated_srp.srp.coefficient import Coefficient
 
 
@@ -56,3 +60,51 @@ def learning_rate(step: int, total: int, *, lr: float, warmup: float = 0.05) -> 
     if step < rising:
         return lr * (step + 1) / rising
     return lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (total - rising)))
+
+
+# Start weights -------------------------------------------------------------------------------------------------------
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file of start weights."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        cure = "Expected a model file or checkpoint."
+        raise UserError(f"cannot be read ({error.strerror})", where=f"--init {path}", cure=cure) from None
+
+
+def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) -> list[str]:
+    """Copy a model file's weights (model.safetensors, or a published checkpoint) into a model; notes on what was not copied.
+
+    Gates that the file lacks start anew, and so does a head of another width unless ``all_of_trunk``.
+    """
+    source = (load_model if checkpoint.suffix == ".safetensors" else load_published)(checkpoint).state_dict()
+    own = model.state_dict()
+    gates = {name for name, _ in gate_parameters(model)}
+    fresh = [name for name in own if name not in source or source[name].shape != own[name].shape]
+    allowed = gates if all_of_trunk else gates | {name for name in own if name.startswith("head.")}
+    if wrong := [name for name in fresh if name not in allowed]:
+        there = tuple(source[wrong[0]].shape) if wrong[0] in source else "missing"
+        raise UserError(
+            f"does not fit this model: {wrong[0]} is {there}, expected {tuple(own[wrong[0]].shape)}",
+            where=f"--init {checkpoint}",
+            cure="Use a checkpoint of the same encoder, trunk and sizes, or set `model` to its sizes.",
+        )
+    model.load_state_dict({name: own[name] if name in fresh else source[name] for name in own})
+    unused = [name for name in source if name not in own]
+    notes = [f"start weights from {checkpoint}"]
+    notes += [f"started anew, since the file has none that fit: {', '.join(fresh)}"] if fresh else []
+    return notes + ([f"not used of the file: {', '.join(unused)}"] if unused else [])
+
+
+def freeze_all_but_gates(model: nn.Module, arm: str) -> None:
+    """``train.only: gate``: the trunk stays as it is."""
+    gates = dict(gate_parameters(model))
+    if not gates:
+        cure = "Choose an arm such as gated_srp."
+        raise UserError(f"train.only: gate, but arm {arm!r} has no gate to fit", cure=cure)
+    model.requires_grad_(False)
+    for parameter in gates.values():
+        parameter.requires_grad_(True)

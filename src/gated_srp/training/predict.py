@@ -1,60 +1,45 @@
 """Trained models on slides without labels: calibrated probabilities, or risk and survival; several runs as an ensemble.
 
-Shapes: M members, B slides, K outputs.
+Shapes: M runs, B slides, C channels, K outputs.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
-from gated_srp.data.cache import BagCache
 from gated_srp.data.files.images import find_images
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import BagLoader, SlideBag
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.tables.matching import slide_stem
-from gated_srp.errors import UserError, joined
+from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
-from gated_srp.models import SlideModel
+from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
-from gated_srp.training.answers import combined
-from gated_srp.training.domain import slide_mean
-from gated_srp.training.loop import blaming
-from gated_srp.training.start import accelerator, choose_precision
-from gated_srp.training.trained import FittingDataset, Member, open_members
+from gated_srp.training.loop import error_context
+from gated_srp.training.ranks import Ranks
+from gated_srp.training.trained import FittingDataset, TrainedRun, average, open_runs, slide_mean
 
-Progress = Callable[[int], Callable[[object], None]]
-_PLAIN = Preparation()
-_MOST = 10  # kinds of warnings that are told
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from gated_srp.data.cache import BagCache
 
-def no_progress(total: int) -> Callable[[object], None]:
-    """Nobody looks on."""
-    return lambda item: None
-
-
-@dataclass(frozen=True, eq=False)
-class Outputs:
-    """What members' models gave for slides. Row b of ``slides`` belongs to row b of each member's logits."""
-
-    slides: pd.DataFrame  # slide, case, file, patches, training_distance, unlike_training
-    logits: list[Tensor]  # M of (B, K), before calibration
-    skipped: pd.DataFrame  # slide, file, problem
-    notes: tuple[str, ...]
+_AS_STORED = Preparation()
+_MOST = 10  # kinds of warnings that are reported
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """A table with one row a slide, and what could not be predicted.
+    """One row per slide in ``table``, and what could not be predicted.
 
     Columns: slide, file, patches; then ``predicted`` and ``prob_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs
     their mean, and ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the
@@ -63,8 +48,17 @@ class Predictions:
 
     table: pd.DataFrame
     skipped: pd.DataFrame  # slide, file, problem
-    notes: tuple[str, ...]
-    task: Task
+    notes: tuple[Note, ...]
+    runs: tuple[TrainedRun, ...]
+
+    @property
+    def task(self) -> Task:
+        """What the columns mean."""
+        return self.runs[0].task
+
+    def summary(self) -> list[str]:
+        """What the table says at a glance."""
+        return self.task.summary(self.table)
 
     def write(self, path: str | Path) -> list[Path]:
         """The table, and beside it NAME_skipped.csv if a slide was skipped; gives the files that were written."""
@@ -77,48 +71,70 @@ class Predictions:
         write_whole(path, self.table.to_csv(index=False, lineterminator="\n"))
         return written
 
+    def _repr_html_(self) -> str:
+        skipped = f"<p>{len(self.skipped)} skipped</p>{self.skipped.to_html()}" if len(self.skipped) else ""
+        return f"{self.table.to_html()}{skipped}"
 
-def predict_files(
-    runs: Sequence[str | Path],
-    files: Sequence[str | Path],
+
+def predict(
+    runs: str | Path | TrainedRun | Sequence[str | Path | TrainedRun],
+    features: str | Path | Sequence[str | Path],
     *,
-    reading: Preparation = _PLAIN,
+    features_key: str | None = None,
+    coords_key: str | None = None,
+    stride: float | None = None,
     force: bool = False,
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = silent,
 ) -> Predictions:
-    """Predict feature files with one run, or with several as an ensemble.
+    """Predict slides with one finished run, or with several as an ensemble.
 
-    ``runs``: folders or model files. ``reading``: how to read the files where that is not plain (features_key, coords_key, stride).
-    ``force``: another encoder or stride than in training is a warning rather than a reason to skip the file.
+    Args:
+        runs: a run's folder or model file, or several of one task on the same features.
+        features: a folder of feature files (of images, for a model of images), one file, or a list of files.
+        features_key: name of the feature array, where it is unusual.
+        coords_key: name of the array of positions, where it is unusual.
+        stride: distance between patches, where what the file says is wrong.
+        force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
+        workers: processes that read ahead.
+        progress: called after each slide.
+
+    Returns:
+        `Predictions`: ``table``, ``skipped``, ``notes``, ``write(path)``. Files that cannot be used are skipped, with the reason;
+        if none can be used, that is an error.
+
+    Example:
+        >>> import gated_srp
+        >>> found = gated_srp.predict("runs/BRACS/gated_srp/seed42", "feats/")  # doctest: +SKIP
+        >>> found.table[["slide", "predicted"]]  # doctest: +SKIP
     """
-    members = open_members(runs)
+    several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
+    members = open_runs(several)
+    files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
     slides = pd.DataFrame({"slide": slide_names(files), "file": [str(file) for file in files]})
+    reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
     found = run_models(
         members, slides.assign(case=slides["slide"]), reading=reading, force=force, workers=workers, progress=progress
     )
-    answers = combined(members, found.logits)
     about = found.slides.drop(columns="case")
+    answers = average(members, found.logits)
     table = pd.concat([about[["slide", "file", "patches"]], answers, about.iloc[:, 3:]], axis=1)
-    return Predictions(table, found.skipped, found.notes, members[0].task)
+    return Predictions(table, found.skipped, found.notes, tuple(members))
 
 
-def feature_files(place: str | Path, encoder: str | None) -> list[Path]:
-    """The feature files of a folder, or the one file. Of a folder with several encoders, the wanted one's."""
+def files_for(run: TrainedRun, place: str | Path) -> list[Path]:
+    """The files of a folder that a model reads, images or features; or the one file. Of several encoders, the model's."""
     place = Path(place)
     if place.is_file():
         return [place]
-    found = find_bags(place, encoder=encoder) or find_bags(place)  # only others: each is refused with its reason
-    if not found:
-        raise UserError(f"{place}: no feature file in it. Expected a folder of feature files, or one of them.")
-    return found
-
-
-def files_for(member: Member, place: str | Path) -> list[Path]:
-    """The files of a folder that a model reads, images or features; or the one file."""
-    if member.images is not None and not Path(place).is_file():
+    if run.images is not None:
         return find_images(place)
-    return feature_files(place, member.encoder)
+    found = find_bags(place, encoder=run.encoder) or find_bags(place)  # only others: each is refused with its reason
+    if not found:
+        raise UserError(
+            "no feature file in it", where=place, cure="Expected a folder of feature files, or one of them."
+        )
+    return found
 
 
 def slide_names(files: Sequence[str | Path]) -> list[str]:
@@ -137,47 +153,58 @@ def slide_names(files: Sequence[str | Path]) -> list[str]:
 # Models on slides ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What runs' models gave for slides. Row b of ``slides`` belongs to row b of each run's logits."""
+
+    slides: pd.DataFrame  # slide, case, file, patches, training_distance, unlike_training
+    logits: list[Tensor]  # M of (B, K), before calibration
+    skipped: pd.DataFrame  # slide, file, problem
+    notes: tuple[Note, ...]
+
+
 def run_models(
-    members: Sequence[Member],
+    runs: Sequence[TrainedRun],
     slides: pd.DataFrame,
     *,
-    reading: Preparation = _PLAIN,
+    reading: Preparation = _AS_STORED,
     cache: BagCache | None = None,
     force: bool = False,
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = silent,
 ) -> Outputs:
-    """Every member's logits of slides (columns slide, case, file). Files that cannot be used are skipped; all of them: an error."""
-    groups: dict[Preparation, list[int]] = defaultdict(list)  # members that see the same bags
-    for number, member in enumerate(members):
-        groups[member.preparation(reading)].append(number)
-    step = progress(len(slides) * len(groups))
-    gathered = _Gathered(slides)
+    """Every run's logits of slides (columns slide, case, file). Files that cannot be used are skipped; all of them: an error."""
+    groups: dict[Preparation, list[int]] = defaultdict(list)  # runs that see the same bags
+    for number, run in enumerate(runs):
+        groups[run.preparation(reading)].append(number)
+    total, done = len(slides) * len(groups), 0
+    collected = _Collected(slides)
     for numbers in groups.values():
-        dataset = FittingDataset.fitting(members[numbers[0]], slides, reading, cache=cache, force=force)
-        runners = {number: _Runner(members[number]) for number in numbers}
-        rows = [row for row in range(len(slides)) if row not in gathered.problems]
+        dataset = FittingDataset.fitting(runs[numbers[0]], slides, reading, cache=cache, force=force)
+        models = {number: _Model(runs[number]) for number in numbers}
+        rows = [row for row in range(len(slides)) if row not in collected.problems]
         with BagLoader(dataset, workers=workers) as loader:
             for row, bag in _each(loader, rows):
-                gathered.take(row, bag, runners)
-                step(row)
-    return gathered.outputs(members)
+                collected.add(row, bag, models)
+                done += 1
+                progress(Event("slides", done, total))
+    return collected.outputs(runs)
 
 
-class _Runner:
-    """A member's model on the device, in the precision of its training."""
+class _Model:
+    """A run's model on the device, in the precision of its training."""
 
-    def __init__(self, member: Member) -> None:
-        self.known = member.features
-        self.device = torch.device(accelerator())
-        self.half = choose_precision(member.card.get("precision", "32"), self.device.type) == "bf16"
-        self.model: SlideModel = member.load().to(self.device)
+    def __init__(self, run: TrainedRun) -> None:
+        self.known = run.features
+        self.ranks = Ranks.one(run.card.get("precision", "32"))
+        self.model = run.load().to(self.ranks.device)
 
     @torch.no_grad()
     def __call__(self, bag: SlideBag) -> Tensor:
         """(K,) in float32 on the CPU."""
-        with blaming([bag], None), torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            logits: Tensor = self.model(bag.features.to(self.device)[None], bag.graph.to(self.device))
+        device = self.ranks.device
+        with error_context([bag]), self.ranks.autocast():
+            logits: Tensor = self.model(bag.features.to(device)[None], bag.graph.to(device))
         return logits[0].float().cpu()
 
 
@@ -195,37 +222,37 @@ def _each(loader: BagLoader, rows: Sequence[int]) -> Iterator[tuple[int, SlideBa
                 break
 
 
-class _Gathered:
-    """Collects what the models give, slide by slide, and what is wrong with those that have to be skipped."""
+class _Collected:
+    """What the models give, slide by slide, and what is wrong with slides that have to be skipped."""
 
     def __init__(self, slides: pd.DataFrame) -> None:
         self.slides = slides
-        self.logits: dict[tuple[int, int], Tensor] = {}  # of a member and a row
+        self.logits: dict[tuple[int, int], Tensor] = {}  # of a run and a row
         self.about: dict[int, tuple[int, float, bool]] = {}  # patches, training_distance, unlike_training
         self.problems: dict[int, str] = {}
-        self.warnings: dict[str, list[str]] = defaultdict(list)
+        self.warnings: dict[str, list[Note]] = defaultdict(list)  # by kind
 
-    def take(self, row: int, bag: SlideBag | UserError, runners: Mapping[int, _Runner]) -> None:
+    def add(self, row: int, bag: SlideBag | UserError, models: Mapping[int, _Model]) -> None:
         """One slide by the models that see this bag."""
         try:
             if isinstance(bag, UserError):
                 raise bag
-            for number, runner in runners.items():
-                self.logits[number, row] = runner(bag)
+            for number, model in models.items():
+                self.logits[number, row] = model(bag)
         except UserError as error:
             self.problems[row] = joined(error.what, cure=error.cure)  # the file and the slide stand beside it
             return
         mean = slide_mean(bag.features)[None]  # (1, C): a slide of its mean
-        known = [runner.known for runner in runners.values() if runner.known is not None]
+        known = [model.known for model in models.values() if model.known is not None]
         far = [one.distance(mean) / max(one.largest_distance, 1.0) for one in known]
         _, before, unlike = self.about.get(row, (0, np.nan, False))
-        farthest = float(np.fmax.reduce([before, *far]))  # by the member that finds it farthest
+        farthest = float(np.fmax.reduce([before, *far]))  # by the run that finds it farthest
         self.about[row] = bag.num_patches, farthest, unlike or any(one.unlike(mean) for one in known)
         for warning in bag.warnings:
             if warning.kind != "cap":  # which is as in training
-                self.warnings[re.sub(r"[\d.,]+", "#", warning.what)].append(f"{bag.slide}: {warning}")
+                self.warnings[warning.kind].append(replace(warning, where=(bag.slide,)))
 
-    def outputs(self, members: Sequence[Member]) -> Outputs:
+    def outputs(self, runs: Sequence[TrainedRun]) -> Outputs:
         rows = [row for row in range(len(self.slides)) if row not in self.problems]
         bad = sorted(self.problems)
         skipped = self.slides.loc[bad, ["slide", "file"]].assign(problem=[self.problems[row] for row in bad])
@@ -235,9 +262,9 @@ class _Gathered:
         about = pd.DataFrame([self.about[row] for row in rows], columns=columns)
         return Outputs(
             self.slides.loc[rows, ["slide", "case", "file"]].reset_index(drop=True).join(about),
-            [torch.stack([self.logits[number, row] for row in rows]) for number in range(len(members))],
+            [torch.stack([self.logits[number, row] for row in rows]) for number in range(len(runs))],
             skipped.reset_index(drop=True),
-            _notes(members, self.warnings),
+            (*_one_of_each_kind(self.warnings), *_limits(runs)),
         )
 
 
@@ -251,16 +278,23 @@ def _none_left(skipped: pd.DataFrame) -> UserError:
     return UserError(f"none of {len(skipped)} slides can be predicted; nothing was written.\n{listed}{more}")
 
 
-def _notes(members: Sequence[Member], warnings: dict[str, list[str]]) -> tuple[str, ...]:
-    """What a person should know, warnings that differ in numbers alone once."""
-    notes = [
-        texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "") for texts in warnings.values()
-    ]
-    notes = notes[:_MOST] + ([f"and {len(notes) - _MOST} warnings of other kinds"] if len(notes) > _MOST else [])
-    if members[0].encoder is None and members[0].images is None:
-        notes.append("the model's card names no encoder, so only the width of the features could be compared")
-    if any(member.task.calibrates and member.temperature == 1.0 for member in members):
-        notes.append("probabilities are as the model gives them: the run's validation could not tell a temperature")
-    if any(member.features is None for member in members):
-        notes.append("a model's card has no statistics of its training slides: unlike slides cannot all be told")
-    return tuple(notes)
+def _one_of_each_kind(warnings: Mapping[str, Sequence[Note]]) -> Iterator[Note]:
+    """The first warning of each kind, and how many more there are."""
+    for notes in list(warnings.values())[:_MOST]:
+        first, more = notes[0], len({note.where for note in notes}) - 1
+        yield replace(first, what=f"{first.what} (and {more} more like it)") if more else first
+    if len(warnings) > _MOST:
+        yield Note("note", "more_warnings", f"and {len(warnings) - _MOST} warnings of other kinds")
+
+
+def _limits(runs: Sequence[TrainedRun]) -> Iterator[Note]:
+    """What could not be checked or calibrated."""
+    if runs[0].encoder is None and runs[0].images is None:
+        said = "the model's card names no encoder, so only the width of the features could be compared"
+        yield Note("note", "unnamed_encoder", said)
+    if any(run.task.calibrates and run.temperature == 1.0 for run in runs):
+        said = "probabilities are as the model gives them: the run's validation could not determine a temperature"
+        yield Note("note", "uncalibrated", said)
+    if any(run.features is None for run in runs):
+        said = "a model's card has no statistics of its training slides: not every slide unlike them can be found"
+        yield Note("note", "no_statistics", said)

@@ -16,26 +16,26 @@ from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import UserError
 from gated_srp.models import save_model
 from gated_srp.tasks import Task, fit_temperature, selection_score
-from gated_srp.training.domain import FeatureStatistics, evenly, slide_mean
 from gated_srp.training.folder import RunFolder
-from gated_srp.training.inputs import Material
-from gated_srp.training.loop import Training, Watch, predict_logits
+from gated_srp.training.inputs import TrainingData
+from gated_srp.training.loop import Callbacks, Training, predict_logits
+from gated_srp.training.trained import FeatureStatistics, evenly, slide_mean
 
 PARTS = ("val", "test")
 
 
-def evaluate(training: Training, material: Material, watch: Watch) -> tuple[dict[str, float], float]:
+def validate(training: Training, inputs: TrainingData, callbacks: Callbacks) -> tuple[dict[str, float], float]:
     """Validation metrics at the level that scores, the loss among them, and the score that selects."""
-    rows = material.rows("val")
-    logits = _logits(training, rows, watch)
-    loss = float(material.task.loss(logits, material.targets(rows)))
-    slides = material.predictions(rows, logits)
-    metrics = material.task.metrics(slides if material.score == "slide" else material.by_case(slides))
-    return {"loss": loss, **metrics}, selection_score(material.task, metrics, loss)
+    rows = inputs.rows("val")
+    logits = _logits(training, rows, callbacks)
+    loss = float(inputs.task.loss(logits, inputs.targets(rows)))
+    slides = inputs.predictions(rows, logits)
+    metrics = inputs.task.metrics(slides if inputs.score == "slide" else inputs.by_case(slides))
+    return {"loss": loss, **metrics}, selection_score(inputs.task, metrics, loss)
 
 
-def _logits(training: Training, rows: list[int], watch: Watch) -> Tensor:
-    return predict_logits(training.fabric, training.model, training.loader, rows, watch.bag, batch=training.batch)
+def _logits(training: Training, rows: list[int], callbacks: Callbacks) -> Tensor:
+    return predict_logits(training.ranks, training.model, training.loader, rows, callbacks.bag, batch=training.batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,24 +48,25 @@ class Results:
     facts: dict[str, Any]  # of the training set, for the card
 
 
-def read_results(training: Training, material: Material, watch: Watch) -> Results:
+def read_results(training: Training, inputs: TrainingData, callbacks: Callbacks) -> Results:
     """Predict with the best weights; the test slides are read here, once, and nowhere else."""
     if training.best is None:
-        raise UserError("no epoch gave a validation score that is a number. Lower train.lr, or check the features.")
+        cure = "Lower train.lr, or check the features."
+        raise UserError("no epoch gave a validation score that is a number", cure=cure)
     training.model.load_state_dict(training.best)
     tables: dict[tuple[str, str], pd.DataFrame] = {}
     metrics: dict[str, dict[str, dict[str, float] | None]] = {}
     temperature = 1.0
     for part in PARTS:
-        rows = material.rows(part)
-        logits = _logits(training, rows, watch)
+        rows = inputs.rows(part)
+        logits = _logits(training, rows, callbacks)
         if part == "val":
-            temperature = fit_temperature(material.task, logits, material.targets(rows))
-        slides = material.predictions(rows, logits)
-        cases = material.by_case(slides)
+            temperature = fit_temperature(inputs.task, logits, inputs.targets(rows))
+        slides = inputs.predictions(rows, logits)
+        cases = inputs.by_case(slides)
         tables |= {(part, "slide"): slides, (part, "case"): cases}
-        metrics[part] = {"slide": _metrics(material.task, slides), "case": _metrics(material.task, cases)}
-    return Results(tables, metrics, temperature, _training_facts(training, material, watch))
+        metrics[part] = {"slide": _metrics(inputs.task, slides), "case": _metrics(inputs.task, cases)}
+    return Results(tables, metrics, temperature, _training_facts(training, inputs, callbacks))
 
 
 def write_results(run: RunFolder, results: Results, training: Training, about: Mapping[str, Any]) -> None:
@@ -74,11 +75,10 @@ def write_results(run: RunFolder, results: Results, training: Training, about: M
         run.write_csv(f"predictions_{part}_{level}.csv", table)
     card = {**about, **results.facts, "temperature": results.temperature, "best_epoch": training.progress.best_epoch}
     try:
-        save_model(training.model, run.path / "model.safetensors", card)
+        save_model(training.model, run.model, card)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{run.path / 'model.safetensors'}: cannot be written ({error}). Free some space, then start the same command again."
-        ) from error
+        cure = "Free some space, then start the same command again."
+        raise UserError(f"cannot be written ({error})", where=run.model, cure=cure) from error
     keys = ("cohort", "arm", "seed", "fold", "score", "select", "split_hash")
     run.write_json(
         "metrics.json",
@@ -103,17 +103,17 @@ def _metrics(task: Task, table: pd.DataFrame) -> dict[str, float] | None:
     return task.metrics(table) if len(table) and set(task.truth) <= set(table) else None
 
 
-def _training_facts(training: Training, material: Material, watch: Watch) -> dict[str, Any]:
+def _training_facts(training: Training, inputs: TrainingData, callbacks: Callbacks) -> dict[str, Any]:
     """Feature statistics, strides and encoder of training slides, and what the task keeps of its predictions on them."""
-    rows = material.rows("train")
-    facts = _look_at(training.loader, evenly(rows))
-    if material.task.judges_training:
-        logits = _logits(training, rows, watch)
-        facts |= material.task.training_facts(material.by_case(material.predictions(rows, logits)))
+    rows = inputs.rows("train")
+    facts = _look_at_features(training.loader, evenly(rows))
+    if inputs.task.judges_training:
+        logits = _logits(training, rows, callbacks)
+        facts |= inputs.task.training_facts(inputs.by_case(inputs.predictions(rows, logits)))
     return facts
 
 
-def _look_at(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
+def _look_at_features(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
     means: list[Tensor] = []
     strides, encoders = set(), set()
     for bag in loader.epoch(rows):

@@ -1,6 +1,8 @@
-"""One run from settings to finished folder: `train_run`."""
+"""One run from settings to finished folder: `train`."""
 
-import signal
+from __future__ import annotations
+
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -8,37 +10,79 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
-from lightning.fabric import Fabric
 
+from gated_srp.config.load import load_config
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits.rules import write_split
-from gated_srp.errors import Interrupted, UserError
-from gated_srp.models import ARMS, SlideModel, build_model, find_arm
-from gated_srp.training.callbacks import Keeper, handlers, stop_on_signals
-from gated_srp.training.checkpoint import load_checkpoint, save_checkpoint
-from gated_srp.training.folder import RunFolder, settings_of
-from gated_srp.training.inputs import Material, gather
+from gated_srp.errors import UserError
+from gated_srp.models import ARMS, SlideModel, build_model
+from gated_srp.progress import Event, Progress, silent
+from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
+from gated_srp.training.folder import RunFolder, environment, load_checkpoint, save_checkpoint, settings_of, versions
+from gated_srp.training.inputs import TrainingData, load_inputs
 from gated_srp.training.loop import Training, fit
-from gated_srp.training.progress import Report
-from gated_srp.training.results import describe_bags, evaluate, read_results, write_results
-from gated_srp.training.start import (
-    accelerator,
-    choose_precision,
-    environment,
-    file_hash,
-    freeze_all_but_gates,
-    start_weights,
-    versions,
-)
+from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
+from gated_srp.training.ranks import Ranks, accelerator, choose_precision, launch
+from gated_srp.training.results import describe_bags, read_results, validate, write_results
+
+
+def train(
+    cohort: str | Path | CohortConfig,
+    *,
+    arm: str | None = None,
+    seed: int | None = None,
+    fold: int = 0,
+    out: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    init: str | Path | None = None,
+    devices: int = 1,
+    save_every: float = 300.0,
+    progress: Progress = silent,
+) -> RunFolder:
+    """Train one run: one arm, one seed, one fold. An unfinished run goes on where it was; a finished one is left alone.
+
+    Args:
+        cohort: the cohort's YAML, or its config.
+        arm: which model, see `gated_srp.models.ARMS`; None: Gated SRP, or the first of the cohort's arms where it has none.
+        seed: of the split, the start weights and the order of slides; None: the cohort's first.
+        fold: where the cohort sets ``folds``.
+        out: where runs are written, instead of the cohort's ``out``.
+        settings: settings of the YAML to change, e.g. ``{"train.epochs": 5}``.
+        init: start weights: a run's model.safetensors, or a published checkpoint.
+        devices: processes that share the bags of each update; the numbers stay the same up to rounding.
+        save_every: seconds between saved states within an epoch.
+        progress: called after each bag (stage ``bags``), and with a line of text (stage ``train``) after each epoch.
+
+    Returns:
+        The finished run's folder, OUT/COHORT/ARM/seed42: ``path``, ``metrics("test")``, ``history``, ``gates``,
+        ``predictions("test", "slide")``, ``card``. Interrupted by a signal, it raises `Interrupted`; calling it again goes on.
+
+    Example:
+        >>> import gated_srp
+        >>> run = gated_srp.train("cohort.yaml", settings={"train.epochs": 5})  # doctest: +SKIP
+        >>> run.metrics("test")  # doctest: +SKIP
+    """
+    config = _with_changes(cohort, dict(settings or {}) | ({"out": str(out)} if out else {}))
+    arm = arm or config.main_arm
+    job = Job(config, arm, config.seeds[0] if seed is None else seed, fold, Path(init) if init else None, devices)
+    run = job.run
+    run.refuse_other_settings(job.settings)
+    if run.finished:
+        progress(Event("train", text=f"{run.path}: finished before; nothing to do"))
+        return run
+    _check(job)
+    recorded = run.environment if run.begun else {}
+    precision = choose_precision(recorded.get("precision", config.train.precision), accelerator())
+    launch(partial(_work, job=job, save_every=save_every), devices, precision, progress)
+    return run
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to do. ``save_every``: seconds between states within an epoch."""
+    """One run to do."""
 
     config: CohortConfig
     arm: str
@@ -46,8 +90,6 @@ class Job:
     fold: int = 0
     init: Path | None = None
     devices: int = 1
-    save_every: float = 300.0
-    quiet: bool = False
 
     @property
     def run(self) -> RunFolder:
@@ -58,181 +100,118 @@ class Job:
         return settings_of(self.config, arm=self.arm, seed=self.seed)
 
 
-def train_run(
-    config: CohortConfig,
-    *,
-    arm: str,
-    seed: int,
-    fold: int = 0,
-    init: Path | None = None,
-    devices: int = 1,
-    save_every: float = 300.0,
-    quiet: bool = False,
-) -> Path:
-    """Train one arm with one seed and give its folder. An unfinished run goes on; a finished one is left alone.
-
-    ``init``: start weights (a model file or a published checkpoint). ``devices``: processes that share the bags of each window.
-    """
-    job = Job(config, arm, seed, fold, init, devices, save_every, quiet)
-    run = job.run
-    run.refuse_other_settings(job.settings)
-    if run.finished:
-        Report(None, quiet=quiet).say(f"{run.path}: finished before; nothing to do")
-        return run.path
-    _check(job)
-    kind = accelerator()
-    recorded = run.read_json("environment.json") if run.begun else {}
-    precision = choose_precision(recorded.get("precision", config.train.precision), kind)
-    fabric = Fabric(
-        accelerator=kind,
-        devices=devices,
-        strategy="auto" if devices == 1 else "ddp_spawn",
-        precision="bf16-mixed" if precision == "bf16" else "32-true",
-    )
-    if devices == 1:
-        fabric.launch(lambda fabric: _work(fabric, job, precision))
-    else:
-        _launch_ranks(fabric, job, precision)
-    return run.path
+def _with_changes(cohort: str | Path | CohortConfig, changes: dict[str, Any]) -> CohortConfig:
+    if not isinstance(cohort, CohortConfig):
+        return load_config(cohort, changes)
+    plain = cohort.model_dump()
+    for key, value in changes.items():
+        section, _, inner = key.partition(".")
+        plain[section] = {**plain[section], inner: value} if inner else value
+    return CohortConfig.model_validate(plain) if changes else cohort
 
 
 def _check(job: Job) -> None:
     """Refusals that need no data."""
-    find_arm(job.arm)
+    if job.arm not in ARMS:
+        build_model(job.arm, in_dim=1, num_outputs=1)  # says which there are
     if job.devices < 1:
-        raise UserError(f"devices: {job.devices}, expected 1 or more.")
+        raise UserError(f"{job.devices}, expected 1 or more.", where="devices")
     if job.config.train.only == "gate" and job.init is None and not job.run.begun:
-        raise UserError(
-            "train.only: gate fits the gates of a trained base. Name the base with --init model.safetensors."
-        )
-    recorded = (job.run.read_json("environment.json").get("init") or {}) if job.run.begun else {}
+        cure = "Name the base with --init model.safetensors."
+        raise UserError("gate fits the gates of a trained base", where="train.only", cure=cure)
+    recorded = (job.run.environment.get("init") or {}) if job.run.begun else {}
     if job.init is not None and job.run.begun and file_hash(job.init) != recorded.get("sha256"):
         raise UserError(
-            f"{job.run.path}: was begun from {recorded.get('path', 'fresh weights')}, not from {job.init}. "
-            "Choose another `out`, or remove the folder."
+            f"was begun from {recorded.get('path', 'fresh weights')}, not from {job.init}",
+            where=job.run.path,
+            cure="Choose another `out`, or remove the folder.",
         )
 
 
-# One process, or one of several --------------------------------------------------------------------------------------
-
-
-def _launch_ranks(fabric: Fabric, job: Job, precision: str) -> None:
-    """Run `_work` in processes of its own; their errors come back as ours, and signals reach them."""
-    errors = torch.multiprocessing.get_context("spawn").SimpleQueue()
-
-    def forward(number: int, frame: object) -> None:
-        for child in torch.multiprocessing.active_children():
-            child.terminate()
-
-    with handlers({signal.SIGINT: lambda number, frame: None, signal.SIGTERM: forward}):
-        try:
-            fabric.launch(partial(_work_reporting, job=job, precision=precision, errors=errors))
-        except Exception:
-            if errors.empty():
-                raise
-            kind, message = errors.get()
-            raise {"Interrupted": Interrupted}.get(kind, UserError)(message) from None
-
-
-def _work_reporting(fabric: Fabric, job: Job, precision: str, errors: Any) -> None:
-    try:
-        _work(fabric, job, precision)
-    except (UserError, Interrupted) as error:
-        errors.put(("Interrupted" if isinstance(error, Interrupted) else "UserError", str(error)))
-        raise RuntimeError(str(error)) from error  # an exception that needs no arguments survives the way back
-
-
-def _work(fabric: Fabric, job: Job, precision: str) -> None:
+def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float) -> None:
     """What each rank does: rank 0 holds the folder, all compute."""
-    first = fabric.global_rank == 0
     run = job.run
-    with run.lock() if first else nullcontext():
-        if fabric.broadcast(run.finished):  # someone else finished it meanwhile
+    with run.lock() if ranks.first else nullcontext():
+        if ranks.agree(run.finished):  # someone else finished it meanwhile
             return
-        report = Report(run.path / "log.txt" if first else None, quiet=job.quiet or not first)
-        try:
-            with stop_on_signals() as stop:
-                _train(fabric, job, Keeper(run, fabric, report, stop, job.save_every), precision)
-        finally:
-            report.close()
+        with stop_on_signals() as stop:
+            _train(job, RunCallbacks(run, ranks, progress, stop, save_every))
 
 
-def _train(fabric: Fabric, job: Job, keeper: Keeper, precision: str) -> None:
-    run, report = job.run, keeper.report
-    material = gather(job.config, job.seed, job.fold)
+def _train(job: Job, callbacks: RunCallbacks) -> None:
+    run, ranks = job.run, callbacks.ranks
+    inputs = load_inputs(job.config, job.seed, job.fold)
     if not run.begun:
-        for note in material.notes:
-            report.say(note)
-    with BagLoader(material.bags, workers=job.config.train.workers) as loader:
-        for note in loader.notes:
-            report.say(note)
-        training = _prepare(fabric, job, material, loader, keeper, precision)
-        keeper.begin(training, material, job.settings)
+        for note in inputs.notes:
+            callbacks.say(note.line)
+    with BagLoader(inputs.bags, workers=job.config.train.workers) as loader:
+        for line in loader.notes:
+            callbacks.say(line)
+        training = _prepare(job, inputs, loader, callbacks)
+        callbacks.begin(training, inputs, job.settings)
         try:
-            fit(training, material.rows("train"), lambda: evaluate(training, material, keeper), keeper)
-            results = read_results(training, material, keeper)
+            fit(training, inputs.rows("train"), lambda: validate(training, inputs, callbacks), callbacks)
+            results = read_results(training, inputs, callbacks)
         except Exception as error:
-            keeper.rescue(training, error)
+            callbacks.rescue(training, error)
             raise
         finally:
-            keeper.close()
-        if fabric.global_rank == 0:
-            write_results(run, results, training, _about(job, material, precision))
+            callbacks.close()
+        if ranks.first:
+            write_results(run, results, training, _about(job, inputs, ranks.precision))
             run.state.unlink(missing_ok=True)
-            found = results.metrics["test"][material.score] or {}
-            said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-            report.say(f"{run.path}: finished. Best epoch {training.progress.best_epoch}; test: {said or 'no slides'}")
-        fabric.barrier()
+            found = results.metrics["test"][inputs.score] or {}
+            said = ", ".join(f"{name} {value:.4f}" for name, value in found.items()) or "no slides"
+            callbacks.say(f"{run.path}: finished. Best epoch {training.progress.best_epoch}; test: {said}")
+        ranks.wait()
 
 
-def _prepare(
-    fabric: Fabric, job: Job, material: Material, loader: BagLoader, keeper: Keeper, precision: str
-) -> Training:
+def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCallbacks) -> Training:
     """Model, optimiser and, where a state is saved, all as it was. A new run writes its settings and its first state."""
-    run, train = job.run, job.config.train
+    run, train, ranks = job.run, job.config.train, callbacks.ranks
     model = build_model(
         job.arm,
-        in_dim=_width(material),
-        num_outputs=material.task.num_outputs,
+        in_dim=_width(inputs),
+        num_outputs=inputs.task.num_outputs,
         seed=job.seed,
         **job.config.sizes(job.arm),
     )
-    if reason := model.refuses.get(material.task.name):
+    if reason := model.refuses.get(inputs.task.name):
         raise UserError(f"arm {job.arm!r} is not made for this task: {reason}")
     _refuse_other_input(job, model)
     model.checkpointing = train.checkpointing
-    begun = fabric.broadcast(run.begun)
+    begun = ranks.agree(run.begun)
     if job.init is not None and not begun:
-        for note in start_weights(model, job.init, all_of_trunk=train.only == "gate"):
-            keeper.report.say(note)
+        for line in start_weights(model, job.init, all_of_trunk=train.only == "gate"):
+            callbacks.say(line)
     if train.only == "gate":
         freeze_all_but_gates(model, job.arm)
-    training = Training(fabric, model.to(fabric.device), material.task, loader, train, job.seed)
+    training = Training(ranks, model.to(ranks.device), inputs.task, loader, train, job.seed)
     if begun:
-        saved = run.read_json("environment.json")
+        saved = run.environment
         torch.set_num_threads(saved.get("threads", torch.get_num_threads()))
-        _refuse_other_slides(run, material, saved.get("slides_hash"))
+        _refuse_other_slides(run, inputs, saved.get("slides_hash"))
         training.restore(load_checkpoint(run.state))
-        at = f"epoch {training.progress.epoch + 1}, bag {training.progress.bags}"
-        keeper.report.say(f"{run.path}: goes on at {at}")
-    elif fabric.global_rank == 0:
+        callbacks.say(f"{run.path}: goes on at epoch {training.progress.epoch + 1}, bag {training.progress.bags}")
+    elif ranks.first:
         run.write_settings(job.settings)
-        write_split(material.split, run.path / "split.csv")
-        facts = environment(device=str(fabric.device), devices=job.devices, precision=precision, init=job.init)
-        run.write_json("environment.json", facts | {"slides_hash": material.hash})
+        write_split(inputs.split, run.path / "split.csv")
+        start = None if job.init is None else {"path": str(job.init.absolute()), "sha256": file_hash(job.init)}
+        facts = environment(device=str(ranks.device), devices=job.devices, precision=ranks.precision, init=start)
+        run.write_json("environment.json", facts | {"slides_hash": inputs.hash})
         save_checkpoint(training.checkpoint(), run.state)  # from here on the run is begun
         count = sum(p.numel() for p in model.parameters())
-        keeper.report.say(f"{run.path}: {job.arm}, {count:,} parameters, {fabric.device}, precision {precision}")
-    fabric.barrier()
+        callbacks.say(f"{run.path}: {job.arm}, {count:,} parameters, {ranks.device}, precision {ranks.precision}")
+    ranks.wait()
     return training
 
 
-def _width(material: Material) -> int:
+def _width(inputs: TrainingData) -> int:
     """Channels of the first training slide that can be read."""
-    rows, error = material.rows("train"), None
+    rows, error = inputs.rows("train"), None
     for row in rows:
         try:
-            return open_header(material.bags.files[row], material.bags.settings).shape[1]
+            return open_header(inputs.bags.files[row], inputs.bags.settings).shape[1]
         except BagError as found:
             error = error or found
     raise error or UserError("no training slide")
@@ -246,31 +225,33 @@ def _refuse_other_input(job: Job, model: SlideModel) -> None:
     kinds = ("slides", "images")
     fitting = [name for name, arm in ARMS.items() if arm.images == images]
     raise UserError(
-        f"arm {job.arm!r} is for {kinds[model.images]}, but the cohort is one of {kinds[images]}. Arms for them: {', '.join(fitting)}."
+        f"arm {job.arm!r} is for {kinds[model.images]}, but the cohort is one of {kinds[images]}",
+        cure=f"Arms for them: {', '.join(fitting)}.",
     )
 
 
-def _refuse_other_slides(run: RunFolder, material: Material, recorded: str | None) -> None:
-    if material.hash != recorded:
+def _refuse_other_slides(run: RunFolder, inputs: TrainingData, recorded: str | None) -> None:
+    if inputs.hash != recorded:
         raise UserError(
-            f"{run.path}: was begun with other slides, labels or parts than the table, the split and the files now give. "
-            "Restore them, choose another `out`, or remove the folder."
+            "was begun with other slides, labels or parts than the table, the split and the files now give",
+            where=run.path,
+            cure="Restore them, choose another `out`, or remove the folder.",
         )
 
 
-def _about(job: Job, material: Material, precision: str) -> dict[str, Any]:
+def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
     """The card of the run's model, results aside."""
     return {
         "cohort": job.config.name,
         "arm": job.arm,
         "seed": job.seed,
         "fold": job.fold,
-        "task": material.task.name,
-        **material.task.card(),
-        "select": material.task.select,
-        "score": material.score,
-        **describe_bags(material.bags.settings),
-        "split_hash": material.split.hash,
+        "task": inputs.task.name,
+        **inputs.task.card(),
+        "select": inputs.task.select,
+        "score": inputs.score,
+        **describe_bags(inputs.bags.settings),
+        "split_hash": inputs.split.hash,
         "precision": precision,
         "versions": versions(),
     }

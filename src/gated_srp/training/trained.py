@@ -1,51 +1,70 @@
-"""Finished runs as they are used on other slides: the model, its task, and whether a feature file fits it."""
+"""Finished runs as they are used on other slides: the model, its task, whether a feature file fits it, and the answers of several.
+
+    run = TrainedRun.open("runs/BRACS/gated_srp/seed42")
+    bag = open_slide(run, "feats/s17.h5")              # refused where width, encoder or stride are not those of the training
+
+Shapes: M runs, B slides, S training slides, N patches, C channels, K outputs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import pandas as pd
-from torch import Tensor
+import torch
 
 from gated_srp.data.bag import BagError, BagHeader
-from gated_srp.data.cache import BagCache
 from gated_srp.data.files.encoders import is_known
 from gated_srp.data.files.images import ImageGrid
 from gated_srp.data.loader import SlideBag, SlideDataset
 from gated_srp.data.prepared import Preparation, open_header
-from gated_srp.errors import Note, UserError
+from gated_srp.data.tables.matching import slide_stem
+from gated_srp.errors import Note, UserError, joined
 from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card
-from gated_srp.training.domain import FeatureStatistics
 
-_SAME = 0.1  # relative difference of two strides that are one: scanners of one magnification differ by some per cent
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gated_srp.data.cache import BagCache
+
+MOST_SLIDES = 256  # training slides whose features are summarised, evenly spaced over all of them
+_FAR = 3.0  # times the farthest training slide is "unlike training"
+_SAME = (
+    0.1  # relative difference of two strides that count as one: scanners of one magnification differ by some per cent
+)
+_AS_STORED = Preparation()
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
-    """A trained model that predicts, alone or with others."""
+class TrainedRun:
+    """A trained model that predicts, alone or with others. Its card says what it was trained on; `load` reads the weights."""
 
-    run: Path  # as it was named
+    path: Path  # as it was named: a run's folder, or a model file
     card: dict[str, Any]
-    task: Task
 
     @classmethod
-    def open(cls, run: str | Path) -> Member:
-        """From a run's folder, or its model.safetensors; the weights are read by `load`."""
-        run = Path(run)
-        card = load_card(model_file(run))
-        try:
-            return cls(run, card, task_from_card(card))
-        except UserError as error:
-            raise UserError(f"{run}: {error}") from None
+    def open(cls, run: str | Path | TrainedRun) -> TrainedRun:
+        """From a run's folder, or its model.safetensors."""
+        return run if isinstance(run, TrainedRun) else cls(Path(run), load_card(model_file(Path(run))))
 
     def load(self) -> SlideModel:
-        return load_model(model_file(self.run))
+        """The model, on the CPU, in evaluation mode."""
+        return load_model(model_file(self.path))
+
+    @cached_property
+    def task(self) -> Task:
+        """What the outputs mean; a model that `gated-srp train` has not trained may have none, which is an error."""
+        try:
+            return task_from_card(self.card)
+        except UserError as error:
+            raise error.changed(where=str(self.path)) from None
 
     @property
     def width(self) -> int:
@@ -64,6 +83,7 @@ class Member:
 
     @property
     def temperature(self) -> float:
+        """By which logits are divided; 1 where the task does not calibrate, or validation could not determine one."""
         return float(self.card.get("temperature", 1.0)) if self.task.calibrates else 1.0
 
     @cached_property
@@ -83,7 +103,7 @@ class Member:
             what = f"images of {self.images.size} x {self.images.size} pixels"
         return f"{self.card['task']} ({shown}) from {what}, {self.width} channels{apart}"
 
-    def preparation(self, reading: Preparation) -> Preparation:
+    def preparation(self, reading: Preparation = _AS_STORED) -> Preparation:
         """Bags as they were made for its training, from files that are read as ``reading`` says."""
         made = {key: self.card[key] for key in ("order", "window", "lattice", "cap", "dtype") if key in self.card}
         return replace(reading, **made, encoder=self.encoder or reading.encoder, images=self.images)
@@ -93,27 +113,63 @@ class Member:
         return logits.double() / self.temperature
 
 
-def open_members(runs: Sequence[str | Path]) -> list[Member]:
+def open_runs(runs: Sequence[str | Path | TrainedRun]) -> list[TrainedRun]:
     """Several runs that may be averaged: one task, the same classes, encoder and width."""
     if not runs:
         raise UserError("no run is named. Expected a run's folder, or its model.safetensors.")
-    members = [Member.open(run) for run in runs]
-    first, places = members[0], [model_file(member.run).resolve() for member in members]
+    members = [TrainedRun.open(run) for run in runs]
+    first, places = members[0], [model_file(member.path).resolve() for member in members]
     for number, member in enumerate(members):
         if places[number] in places[:number]:
-            raise UserError(f"{member.run}: named twice; an ensemble counts each run once.")
+            raise UserError("named twice; an ensemble counts each run once.", where=member.path)
         for what, mine, others in (
-            ("task", member.card["task"], first.card["task"]),
+            ("task", member.task.name, first.task.name),
             ("classes", member.card.get("classes"), first.card.get("classes")),
             ("encoder", member.encoder, first.encoder),
             ("width of features", member.width, first.width),
         ):
             if mine != others:
                 raise UserError(
-                    f"{member.run}: {what} {_listed(mine)}, but {_listed(others)} in {first.run}. "
-                    "Only runs of one task on the same features can be averaged; predict with each by itself."
+                    f"{what} {_listed(mine)}, but {_listed(others)} in {first.path}",
+                    where=member.path,
+                    cure="Only runs of one task on the same features can be averaged; predict with each by itself.",
                 )
     return members
+
+
+def average(runs: Sequence[TrainedRun], logits: Sequence[Tensor]) -> pd.DataFrame:
+    """Calibrated answers of each run's (B, K) logits: of one run, or the mean of several with its spread (n - 1)."""
+    task = runs[0].task
+    calibrated = [run.calibrated(one) for run, one in zip(runs, logits, strict=True)]
+    each = type(task).member_numbers([run.task for run in runs], calibrated)
+    values = {name: np.stack([one[name] for one in each]) for name in each[0]}  # (M, B)
+    table = task.decided(pd.DataFrame({name: value.mean(0) for name, value in values.items()}))
+    if len(runs) > 1:
+        table = table.assign(**{f"{name}_std": value.std(0, ddof=1) for name, value in values.items()})
+    return table
+
+
+# Does a file fit? ----------------------------------------------------------------------------------------------------
+
+
+def open_slide(
+    run: str | Path | TrainedRun, file: str | Path, *, reading: Preparation = _AS_STORED, force: bool = False
+) -> SlideBag:
+    """One feature file (or image) as a finished run sees it. Whatever uses a finished run on a slide goes through here.
+
+    Args:
+        run: a run's folder, its model file, or an open `TrainedRun`.
+        file: the feature file.
+        reading: how to read it where that is not plain: ``Preparation(stride=..., features_key=..., coords_key=...)``.
+        force: another stride, or an encoder's name that we do not know, is a warning of the bag rather than an error.
+
+    Returns:
+        The bag with its graph: order, cap, window, lattice and precision as in training. ``run.preparation(reading)`` are these
+        settings. A file of another width or encoder, or with another stride, raises `UserError`.
+    """
+    name = slide_stem(file)
+    slides = pd.DataFrame({"slide": [name], "case": [name], "file": [str(file)]})
+    return FittingDataset.fitting(TrainedRun.open(run), slides, reading, cache=None, force=force)[0]
 
 
 class FittingDataset(SlideDataset):
@@ -123,16 +179,16 @@ class FittingDataset(SlideDataset):
     ``force`` makes a warning of another stride, and of another encoder's name if one of the two is not in our table.
     """
 
-    member: Member
+    run: TrainedRun
     force: bool
 
     @classmethod
     def fitting(
-        cls, member: Member, slides: pd.DataFrame, reading: Preparation, *, cache: BagCache | None, force: bool
+        cls, run: TrainedRun, slides: pd.DataFrame, reading: Preparation, *, cache: BagCache | None, force: bool
     ) -> Self:
-        """The slides (columns slide, case, file) as the member's model needs them."""
-        dataset = cls(slides, member.preparation(reading), cache=cache)
-        dataset.member, dataset.force = member, force
+        """The slides (columns slide, case, file) as the run's model needs them."""
+        dataset = cls(slides, run.preparation(reading), cache=cache)
+        dataset.run, dataset.force = run, force
         return dataset
 
     def __getitem__(self, index: int) -> SlideBag:
@@ -146,27 +202,32 @@ class FittingDataset(SlideDataset):
             raise UserError(
                 f"cannot be read ({said})", where=self.files[index], cure="Extract the slide again."
             ) from error
-        return replace(bag, warnings=(*bag.warnings, *(Note("warning", "input", note) for note in notes)))
+        return replace(bag, warnings=(*bag.warnings, *notes))
 
-    def _fit(self, path: Path) -> tuple[str, ...]:
-        header, member = self._header(path), self.member
-        stride = stride_problem(header, member.card.get("stride") or [])
+    def _fit(self, path: Path) -> tuple[Note, ...]:
+        header, run = self._header(path), self.run
+        stride = stride_problem(header, run.card.get("stride") or [])
         hard, soft = [], [stride] if stride else []
-        if member.encoder and header.encoder and header.encoder != member.encoder:
-            said = f"encoder: features of {header.encoder!r}, but the model was trained on {member.encoder!r}. "
-            if is_known(member.encoder) and is_known(header.encoder):
-                hard.append(f"{said}Point at the right folder, or extract the slides with that encoder.")
+        if run.encoder and header.encoder and header.encoder != run.encoder:
+            said = f"encoder: features of {header.encoder!r}, but the model was trained on {run.encoder!r}"
+            if is_known(run.encoder) and is_known(header.encoder):
+                cure = "Point at the right folder, or extract the slides with that encoder."
+                hard.append(Note("error", "encoder", said, cure=cure))
             else:
-                soft.append(f"{said}Point at the right folder; if it is one encoder under two names: --force.")
-        if header.shape[1] != member.width:
-            hard.append(
-                f"width: {header.shape[1]} channels, but the model was trained on {member.width}"
-                f"{f' of {member.encoder}' if member.encoder else ''}. Extract the slides with the encoder of the training."
-            )
+                cure = "Point at the right folder; if it is one encoder under two names: --force."
+                soft.append(Note("warning", "encoder", said, cure=cure))
+        if header.shape[1] != run.width:
+            of = f" of {run.encoder}" if run.encoder else ""
+            said = f"width: {header.shape[1]} channels, but the model was trained on {run.width}{of}"
+            cure = "Extract the slides with the encoder of the training."
+            hard.append(Note("error", "width", said, cure=cure))
         if refused := hard + ([] if self.force else soft):
-            raise UserError(" ".join(refused), where=path, kind="input")
-        if member.encoder and header.encoder is None:
-            soft.append(f"encoder: the file names none; taken for {member.encoder}, since the width fits")
+            before = "".join(f"{joined(note.what, cure=note.cure)} " for note in refused[:-1])
+            last = refused[-1]
+            raise UserError(f"{before}{last.what}", where=path, cure=last.cure, kind=refused[0].kind)
+        if run.encoder and header.encoder is None:
+            said = f"encoder: the file names none; taken for {run.encoder}, since the width fits"
+            soft.append(Note("warning", "unnamed_encoder", said))
         return tuple(soft)
 
     def _header(self, path: Path) -> BagHeader:
@@ -179,7 +240,7 @@ class FittingDataset(SlideDataset):
             return open_header(path, self.settings)
 
 
-def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> str | None:
+def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> Note | None:
     """What is wrong with a file's stride for a model whose card lists ``trained``, or None.
 
     Level-0 pixels are no measure across scanners: 256 at 20x and 512 at 40x are the same tissue. So microns are compared, from the
@@ -193,11 +254,74 @@ def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> str 
         return None
     listed = ", ".join(f"{one:g}" for one in sorted(set(known)))
     scan = "" if unit == "um" else " (level-0 pixels; if only the scan's magnification differs: --force)"
-    return (
-        f"stride: patches lie {value:g} {unit} apart, but {listed} {unit} in training{scan}. "
-        "Extract the slides with the patch size and magnification of the training slides."
+    return Note(
+        "warning",
+        "stride",
+        f"stride: patches lie {value:g} {unit} apart, but {listed} {unit} in training{scan}",
+        cure="Extract the slides with the patch size and magnification of the training slides.",
     )
 
 
 def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value or "unknown")
+
+
+# Is a slide like those of the training? ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FeatureStatistics:
+    """Mean and spread over training slides of a slide's mean feature, and how far single training slides lie from it."""
+
+    slides: int
+    mean: list[float]  # (C,)
+    std: list[float]  # (C,)
+    median_distance: float
+    largest_distance: float
+
+    @classmethod
+    def fit(cls, means: Tensor) -> FeatureStatistics:
+        """From the mean features of training slides, (S, C)."""
+        means = means.double()
+        centre, spread = means.mean(0), means.std(0, correction=0)
+        far = torch.stack([_distance(mean, centre, spread) for mean in means])
+        return cls(len(means), _short(centre), _short(spread), float(far.median()), float(far.max()))
+
+    def distance(self, features: Tensor) -> float:
+        """Root mean square over channels of how many spreads a slide's mean feature, (N, C), lies from the training mean."""
+        mean = slide_mean(features).double().cpu()
+        return float(_distance(mean, torch.tensor(self.mean).double(), torch.tensor(self.std).double()))
+
+    def unlike(self, features: Tensor) -> bool:
+        """Whether a slide lies far beyond every training slide."""
+        return self.distance(features) > _FAR * max(self.largest_distance, 1.0)
+
+    def as_card(self) -> dict[str, Any]:
+        """For the card of a model file; ``FeatureStatistics(**card["features"])`` reads it."""
+        return asdict(self)
+
+
+def slide_mean(features: Tensor) -> Tensor:
+    """(N, C) -> (C,), in float32 whatever the features' type."""
+    return features.mean(0, dtype=torch.float32)
+
+
+def evenly(rows: list[int], most: int = MOST_SLIDES) -> list[int]:
+    """At most so many of the rows, evenly spaced.
+
+    >>> evenly([10, 11, 12, 13, 14], 3)
+    [10, 12, 14]
+    """
+    if len(rows) <= most:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
+
+
+def _distance(mean: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
+    # A channel that never varied in training counts in units of its own size, so that a change in it is still seen.
+    unit = torch.where(spread > 0, spread, centre.abs().clamp_min(1e-6))
+    return ((mean - centre) / unit).square().mean().sqrt()
+
+
+def _short(values: Tensor) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist()]
