@@ -25,8 +25,8 @@ test: $(READY) lint
 
 # A minute: the core, tasks and files, and the rules of the house. For while you write; `make test` before you push.
 quick: $(READY)
-	$(BIN)/python -m pytest -n 2 -q tests/srp tests/models tests/tasks tests/data tests/test_contract.py tests/test_docs.py \
-		tests/test_errors.py tests/test_files.py tests/test_layers.py tests/test_version.py
+	$(BIN)/python -m pytest -n 2 -q tests/srp tests/models tests/tasks tests/data tests/config tests/test_contract.py tests/test_docs.py \
+		tests/test_errors.py tests/test_facts.py tests/test_files.py tests/test_layers.py tests/test_version.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -45,7 +45,7 @@ docs: $(READY)
 # The lowest versions that pyproject.toml allows. torch is linked from .venv, since its lowest is a download of gigabytes: TORCH=lowest.
 # Old libraries warn about their own past, so warnings are no errors here.
 lowest: .venv-lowest/.ready
-	.venv-lowest/bin/python -m pytest -n 2 --dist loadscope -q -W default tests/srp tests/tasks tests/data tests/training \
+	.venv-lowest/bin/python -m pytest -n 2 --dist loadscope -q -W default tests/srp tests/tasks tests/data tests/config tests/training \
 		tests/test_contract.py tests/test_old_files.py
 
 .venv-lowest/.ready: $(READY) .ci/lowest.py
