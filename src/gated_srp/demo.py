@@ -1,12 +1,12 @@
 """The demo: a generated cohort, and the commands that a user would run on it.
 
-How its settings are chosen, written down before any run by this rule: the numbers of patients, patches and epochs are what two cores
+How its settings were chosen, by a rule written down before any run: the numbers of patients, patches and epochs are what two cores
 finish in less than four minutes. The strength of the foci is the first of 1, 1.5, 2, ... standard deviations at which plain attention
-(NA) alone, with the first seed alone, reaches a macro F1 of 0.7 on validation in its best epoch; chance is 0.5. No other arm is run
-while they are chosen, and whatever the comparison then gives is kept. What else the recipe says are round numbers of an earlier
-version, some of whose comparisons had been seen.
+(NA) alone, with the first seed alone, reaches a macro F1 of 0.7 on validation in its best epoch; chance is 0.5. No other arm was run
+while it was chosen, and whatever the comparison then gave was kept. The rest of the recipe are round numbers of an earlier version,
+some of whose comparisons had been seen.
 
-What the rule gave, from 1 on: 0.57, 0.67, 0.67, 0.62, 0.62, 0.71; hence 3.5.
+Validation F1 at strengths from 1 on: 0.57, 0.67, 0.67, 0.62, 0.62, 0.71; hence 3.5.
 
 Shapes: N patches, C channels.
 """
@@ -28,30 +28,30 @@ from gated_srp.errors import UserError
 from gated_srp.files import whole, write_whole
 
 NAME = "demo"
-_MADE = "generated.json"  # written last: the cohort is whole
+_MADE = "generated.json"  # written last: the cohort is complete
 _PATCH = 512  # level-0 pixels of a patch at 20x of a 40x slide
 _TREE = Path("features", "20x_256px_0px_overlap", "features_demo64")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the slides are made; the module's first words say how these numbers were chosen."""
+    """How the slides are generated; the module's docstring says how these numbers were chosen."""
 
     seed: int = 0
     patients: int = 200  # every fifth has two slides
     columns: int = 20
     rows: int = 16
-    tissue: tuple[float, float] = (0.5, 0.8)  # share of the lattice that holds tissue
+    tissue: tuple[float, float] = (0.5, 0.8)  # share of the lattice that is tissue
     width: int = 64
-    directions: int = 8  # along which the background varies
-    smooth: float = 2.0  # patches over which it varies
-    noise: float = 0.25  # of each patch by itself, along every channel
-    shift: float = 0.05  # of each slide as a whole, along every channel: stain, scanner
+    directions: int = 8  # of feature space along which the background varies
+    smooth: float = 2.0  # length in patches over which it varies
+    noise: float = 0.25  # independent for each patch and channel
+    shift: float = 0.05  # per slide and channel: stain, scanner
     strength: float = 3.5  # of a focus, in standard deviations of the background along the same axis
-    foci: tuple[int, int] = (8, 20)  # of a slide that has any; each is one patch
+    foci: tuple[int, int] = (8, 20)  # per slide that has any; each is one patch
 
     def words(self) -> str:
-        """What a reader of the report must know."""
+        """What a reader of the report must know about the data."""
         slides = self.patients + self.patients // 5
         return (
             "These data are generated; there is no tissue behind them, and nothing here says how any method does on real slides. "
@@ -70,7 +70,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """A slide: cells of the lattice (N, 2), features (N, C), which patches are in a focus (N,), and how many foci there are."""
+    """A slide: lattice cells (N, 2), features (N, C), whether a patch is a focus (N,), and the number of foci."""
 
     cells: np.ndarray
     features: np.ndarray
@@ -79,7 +79,7 @@ class Generated:
 
 
 def make_slide(rng: np.random.Generator, recipe: Recipe, axes: np.ndarray, foci: int) -> Generated:
-    """``axes`` (directions, C): where the background varies; their first is the axis of the foci too."""
+    """``axes`` (directions, C): along which the background varies; the foci lie along the first."""
     shape = (recipe.rows, recipe.columns)
     ground = _smooth(rng, shape, recipe.smooth)
     tissue = ground > np.quantile(ground, 1 - rng.uniform(*recipe.tissue))
@@ -100,12 +100,13 @@ def _smooth(rng: np.random.Generator, shape: tuple[int, int], sigma: float) -> n
 
 
 def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - frozen
-    """Write the cohort into ``home``: TRIDENT's files, two tables, two YAMLs, the truth. False: it is there already."""
+    """Write the cohort into ``home``: files as TRIDENT writes them, two tables, two YAMLs, the true foci. False if it exists."""
     made = home / _MADE
     if made.is_file() and json.loads(made.read_text(encoding="utf-8")) == json.loads(json.dumps(asdict(recipe))):
         return False
     if home.exists() and (not home.is_dir() or (any(home.iterdir()) and not made.is_file() and not _ours(home))):
-        raise UserError(f"{home}: is there already and is no demo's folder. Choose another with -o, or remove it.")
+        what = "exists already and is no demo's folder"
+        raise UserError(what, where=home, cure="Choose another with -o, or remove it.")
     write_whole(home / "about.txt", recipe.words() + "\n")
     rng = np.random.default_rng(recipe.seed)
     axes = np.linalg.qr(rng.standard_normal((recipe.width, recipe.directions)))[0].T
@@ -130,7 +131,7 @@ def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - fro
 
 
 def _ours(home: Path) -> bool:
-    """A demo that was stopped while it generated."""
+    """A demo that was stopped while generating its cohort."""
     return (home / "about.txt").is_file() and {path.name for path in home.iterdir()} <= _OWN
 
 
@@ -142,7 +143,7 @@ features: features
 table: {table}
 {what}
 
-# A small model and few epochs, so that the demo takes minutes. Without these two lines: the paper's.
+# A small model and few epochs, so that the demo takes minutes. Without these two lines: the paper's settings.
 model: {{dim: 64, depth: 2, num_heads: 4, num_landmarks: 16, hidden_dim: 16}}
 train: {{epochs: 6, lr: 5e-4, accumulation: 4, workers: 0}}
 
@@ -153,7 +154,7 @@ out: runs
 
 
 def _fate(rng: np.random.Generator, foci: float) -> tuple[str, str]:
-    """Days to the event or to the end of follow-up; each focus raises the hazard by a tenth."""
+    """Days to the event or to the end of follow-up, and whether it was the event; each focus raises the hazard by a tenth."""
     death = rng.exponential(1500.0) / 1.1**foci
     end = rng.uniform(300.0, 3000.0)
     return f"{max(1.0, min(death, end)):.0f}", str(int(death <= end))
@@ -163,7 +164,7 @@ def _fate(rng: np.random.Generator, foci: float) -> tuple[str, str]:
 
 
 def write_trident(path: Path, slide: Generated, recipe: Recipe) -> None:
-    """As TRIDENT writes features: its arrays, its attributes, its place in the tree."""
+    """Features as TRIDENT writes them: the same arrays and attributes, at the same place in the tree."""
     with whole(path) as draft, h5py.File(draft, "w") as file:
         features = file.create_dataset("features", data=slide.features)
         features.attrs.update({"name": path.stem, "encoder": "demo64"})
@@ -183,7 +184,7 @@ def write_trident(path: Path, slide: Generated, recipe: Recipe) -> None:
 
 
 def write_truth(path: Path, slide: Generated) -> None:
-    """x, y and true_focus of each patch: what `gated-srp heatmap --value` takes."""
+    """x, y and true_focus of each patch, for `gated-srp heatmap --value`."""
     rows = [(x, y, int(inside)) for (x, y), inside in zip((slide.cells * _PATCH).tolist(), slide.focal, strict=True)]
     _write_table(path, [("x", "y", "true_focus"), *rows])
 
@@ -196,16 +197,16 @@ def _write_table(path: Path, rows: Sequence[tuple[object, ...]]) -> None:
 
 
 class Step(NamedTuple):
-    """What happens next, in words, and the arguments of `gated-srp` that do it."""
+    """A step of the demo in words, and the arguments of the `gated-srp` command that does it."""
 
     words: str
     command: tuple[str, ...]
 
 
 def steps(home: Path) -> Iterator[Step]:
-    """Each is to be done before the next is asked for: the slide of the heatmap depends on the split."""
+    """Do each step before asking for the next: which slide is drawn depends on the split."""
     cohort, runs = str(home / "cohort.yaml"), home / "runs" / NAME
-    yield Step("what is there, and is it sound?", ("check", cohort, "--json", str(home / "check.json")))
+    yield Step("what is in the folder, and is it usable?", ("check", cohort, "--json", str(home / "check.json")))
     yield Step(
         "how redundant are neighbouring patches?",
         ("redundancy", cohort, "--slides", "60", "-o", str(home / "redundancy")),
@@ -226,6 +227,6 @@ def steps(home: Path) -> Iterator[Step]:
 
 
 def heatmap_slide(run: Path) -> str:
-    """The first test slide that has foci, by name."""
+    """The first test slide, by name, that has foci."""
     with (run / "predictions_test_slide.csv").open(encoding="utf-8", newline="") as file:
         return min(row["slide"] for row in csv.DictReader(file) if row["label"] == "foci")

@@ -7,9 +7,11 @@ import typer
 from training.toy_cohorts import open_config, write_cohort
 from typer.testing import CliRunner
 
+import gated_srp
 from gated_srp.cli import studies
 from gated_srp.cli.progress import show_progress
 from gated_srp.errors import UserError
+from gated_srp.study import Declined
 from gated_srp.study.cells import Row, plan
 from gated_srp.study.engine import Board
 from gated_srp.training.train import train
@@ -41,6 +43,33 @@ def test_a_half_done_comparison_is_finished_and_told(cohort, app):
     assert {row.rsplit(",", 2)[0] for row in rows[1:]} == {"toy,na,42", "toy,gated_srp,42"}
     assert json.loads((folder / "comparison.json").read_text())["reference"] == "na"
     assert "effective β" in (folder / "figures" / "trajectories.svg").read_text()
+
+
+def test_the_function_gives_a_notebook_its_tables_verdict_and_files(cohort):
+    """After the test above: all runs are finished, and nothing is trained."""
+    said = []
+    found = gated_srp.compare(
+        cohort, arms=["na", "gated_srp"], seeds=[42], bootstrap=0, progress=lambda event: said.append(event.text)
+    )
+    assert said == ["2 cells, 2 finished before, 0 to run"]
+    assert set(found.results["arm"]) == {"na", "gated_srp"} and not found.failed and found.script is None
+    assert set(found.table["arm"]) == {"gated_srp"} and {"difference", "low", "high", "verdict"} <= set(found.table)
+    assert "one seed" in found.verdict and "<table" in found._repr_html_()
+    assert found.folder == cohort.parent / "runs" / "toy" / "comparison"
+    assert all(path.is_file() for path in found.files) and found.folder / "README.md" in found.files
+
+
+def test_a_study_that_is_declined_runs_nothing(cohort, tmp_path):
+    asked = []
+
+    def no(cost):
+        asked.append(cost)
+        return False
+
+    with pytest.raises(Declined):
+        gated_srp.compare(cohort, arms=["na"], seeds=[42], out=tmp_path / "elsewhere", confirm=no)
+    assert asked[0].cells == 1 and asked[0].seconds > 0
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_quick_is_said_and_kept_apart_and_slurm_only_writes(cohort, app):

@@ -2,7 +2,10 @@
 
 import pytest
 from study.study_cells import config, finish
+from training.toy_cohorts import open_config, write_cohort
 
+import gated_srp
+from gated_srp.config.cohort import open_cohort
 from gated_srp.errors import UserError
 from gated_srp.study.cells import plan
 from gated_srp.study.tuning import (
@@ -53,6 +56,19 @@ def test_each_seed_chooses_for_itself_by_validation(tmp_path):
     assert round(found.by_choosing, 4) == 0.155
     assert round(found.gain.mean, 4) == -0.055
     assert round(found.peeking, 4) == 0.115
+
+
+def test_tune_chooses_freezes_and_says_what_it_is_worth(tmp_path):
+    cohort = open_config(write_cohort(tmp_path, slides=16))
+    split = open_cohort(cohort).split(42, 0).hash
+    for place, cell in enumerate(tuning_cells(cohort, "gated_srp", [42])):
+        finish(cell, split=split, val=0.8 + (place == 7) / 10, macro_f1=0.6 + place / 100)
+    found = gated_srp.tune(cohort, seeds=[42])
+    assert [(one.delta, one.hidden_dim) for one in found.choices] == [(2.0, 32)]
+    assert len(found.grid) == 16 and list(found.table["unit"]) == ["42"]
+    assert found.verdict.startswith("seed 42: delta 2, h 32; macro_f1") and "optimism: " in found.verdict
+    assert found.files == (frozen_path(cohort), frozen_path(cohort).with_name("tuning.csv"))
+    assert read_frozen(cohort)["chosen"] == {"42": {"delta": 2.0, "hidden_dim": 32}}
 
 
 def test_ties_go_to_the_smaller_gate(tmp_path):

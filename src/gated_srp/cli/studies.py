@@ -37,15 +37,13 @@ Where = Annotated[
     Engine, typer.Option("--engine", help="This machine, a Ray cluster, or a Slurm script that you submit yourself.")
 ]
 Address = Annotated[str | None, typer.Option("--address", help="Of the Ray cluster, e.g. auto or ray://host:10001.")]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; by default those of the YAML.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46, instead of the usual ones.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's `out`.")]
 
 
 def compare(
     cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
-    arms: Annotated[
-        str | None, typer.Option("--arms", help="E.g. na,xsa,gated_srp; by default those of the YAML.")
-    ] = None,
+    arms: Annotated[str | None, typer.Option("--arms", help="E.g. na,gated_srp, instead of the YAML's.")] = None,
     seeds: Seeds = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A fair small version: fewer epochs and seeds for all arms alike.")
@@ -121,9 +119,7 @@ def reproduce(
     cohorts: Annotated[
         str | None, typer.Option("--cohorts", help="Only these of the study's cohorts, e.g. KIRC,KIRP.")
     ] = None,
-    seeds: Annotated[
-        str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46; by default the paper's.")
-    ] = None,
+    seeds: Seeds = None,
     out: Annotated[Path, typer.Option("--out", help="Where runs, tables and figures are written.")] = Path("runs"),
     change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.workers=4.")] = None,
     dry_run: Annotated[
@@ -207,13 +203,8 @@ def _study(jobs: int | None, yes: bool, engine: Engine, address: str | None) -> 
 
     with show_progress() as progress:
         try:
-            yield {
-                "jobs": jobs,
-                "engine": engine.value,
-                "address": address,
-                "confirm": _confirm(yes),
-                "progress": progress,
-            }
+            how = {"jobs": jobs, "engine": engine.value, "address": address}
+            yield how | {"confirm": _confirm(yes), "progress": progress}
         except Declined:
             raise typer.Exit(1) from None
 

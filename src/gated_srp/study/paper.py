@@ -22,7 +22,7 @@ from gated_srp.config.load import load_config
 from gated_srp.config.presets import SEEDS, find_cohort
 from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
-from gated_srp.models import ARMS, Sizes, find_arm
+from gated_srp.models import Sizes, find_arm
 from gated_srp.study.cells import Cell, Row, plan
 
 Kind = Literal["table", "runtime", "trajectories", "signed-gate", "claims", "elsewhere"]
@@ -92,7 +92,7 @@ class Study:
         found: list[Row] = []
         for row in self.rows:
             found.append(row)
-            if self.untuned and row.arm in ARMS and ARMS[row.arm].method:
+            if self.untuned and find_arm(row.arm).method:
                 found.append(untuned(row))
         return tuple(found)
 
@@ -229,10 +229,7 @@ def plan_study(
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """The cells of a study, and notes on what is left out. Columns stay in the paper's order."""
     wanted = {find_cohort(name).name for name in cohorts}
-    known = [row for row in study.all_rows if row.arm in ARMS]
-    notes = [
-        f"{row.name}: left out, the arm {row.arm!r} is not built yet" for row in study.all_rows if row.arm not in ARMS
-    ]
+    notes = []
     if sources.settings:
         changed = ", ".join(f"{name} = {value}" for name, value in sources.settings.items())
         notes.append(
@@ -248,14 +245,10 @@ def plan_study(
             continue
         config = sources.config(cohort)
         other = study.arms.get(cohort, {})
-        rows = [replace(row, arm=other.get(row.arm, row.arm)) for row in known]
-        rows = rows if study.epochs is None else [_shorter(row, study.epochs) for row in rows]
+        shorter = {} if study.epochs is None else {"train.epochs": study.epochs}
+        rows = [Row(r.name, other.get(r.arm, r.arm), {**r.changes, **shorter}) for r in study.all_rows]
         cells += plan(config, rows, tuple(seeds) or study.seeds)
     return tuple(cells), tuple(notes)
-
-
-def _shorter(row: Row, epochs: int) -> Row:
-    return Row(row.name, row.arm, {**row.changes, "train.epochs": epochs})
 
 
 def paper_settings(cell: Cell) -> str:
