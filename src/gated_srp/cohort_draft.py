@@ -243,7 +243,9 @@ def _put_slides(draft: Draft, frame: pd.DataFrame, files: Sequence[Path]) -> tup
         if named is None and not usual:
             draft.say("No column of slides: a patient's slides are the files whose names start with the patient's id.")
     elif named is not None:
-        draft.say("No patient column was found: TCGA barcodes tell patients, else every slide counts as its own.")
+        draft.say(
+            "No patient column was found: patients are taken from TCGA barcodes, else every slide counts as its own."
+        )
         draft.say(
             "case: patient_id      # name it if patients have several slides, or they leak between train and test"
         )

@@ -1,7 +1,7 @@
 """How long a run will take and how much memory its largest slide needs: rough, from counted products and one measurement.
 
 The factors were measured once on the paper's model (384 channels, 4 blocks, 1,536 features; 4,096 to 10,000 patches):
-training takes 1.3 times the time of its matrix products alone, and keeps about 18 numbers a patch, channel and block.
+training takes 1.3 times the time of its matrix products alone, and keeps about 18 numbers per patch, channel and block.
 """
 
 import os

@@ -71,19 +71,21 @@ def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Note]:
     good = [file for file in facts if file.usable]
     widths = Counter(file.width for file in good)
     if len(widths) > 1:
-        told = ", ".join(f"{width} ({count:,} files)" for width, count in widths.most_common())
+        listed = ", ".join(f"{width} ({count:,} files)" for width, count in widths.most_common())
         common = widths.most_common(1)[0][0]
         cure = "Point `features` at one encoder's folder, name the `encoder`, or extract these files again."
         odd = tuple(str(file.path) for file in good if file.width != common)
-        yield Note("error", "mixed_widths", f"features have several widths: {told}", odd, cure)
+        yield Note("error", "mixed_widths", f"features have several widths: {listed}", odd, cure)
     names = Counter(file.encoder for file in good if file.encoder)
     if len(names) > 1:
-        told = ", ".join(f"{name} ({count:,} files)" for name, count in names.most_common())
+        listed = ", ".join(f"{name} ({count:,} files)" for name, count in names.most_common())
         sure = sum(is_known(name) for name in names) > 1  # an unknown name may be another spelling
         common_name = names.most_common(1)[0][0]
         odd = tuple(str(file.path) for file in good if file.encoder not in (None, common_name))
         cure = "Name one `encoder`, or point `features` at one encoder's folder; features of two must not be mixed."
-        yield Note("error" if sure else "warning", "mixed_encoders", f"features of several encoders: {told}", odd, cure)
+        yield Note(
+            "error" if sure else "warning", "mixed_encoders", f"features of several encoders: {listed}", odd, cure
+        )
     if good and not names:
         cure = "Name it with `encoder`, so that reports and later predictions can check it."
         yield Note("note", "encoder", "no file says which encoder made it", ("encoder",), cure)

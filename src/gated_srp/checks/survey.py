@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import Bag
-from gated_srp.data.prepared import Preparation, capped_rows, open_bag, open_header
+from gated_srp.data.prepared import Preparation, capped_graphs, capped_rows, open_bag, open_header
 from gated_srp.errors import Note, UserError
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.srp.graph import PatchGraph
 
 _WORTH_WORKERS = 64  # files from which on the start of other processes (they import torch) pays
 _CHUNK = 4096  # rows of features that are looked at together
@@ -164,22 +163,13 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
 
 
 def _neighbours(coords: Tensor, stride: float, settings: Preparation) -> tuple[Neighbours, Neighbours | None]:
-    """Before the cap and after it. Kept rows stand in front, so one graph tells both: its lists cut to those rows."""
+    """Before the cap and after it."""
     rows = capped_rows(coords, settings.cap)
-    if rows is not None:
-        dropped = torch.ones(len(coords), dtype=torch.bool).index_fill_(0, rows, False)
-        coords = coords[torch.cat([rows, dropped.nonzero().flatten()])]
-    graph = PatchGraph.from_coords(coords, stride=stride, window=settings.window, lattice=settings.lattice)
-    counts = graph.neighbour_count
     if rows is None:
-        return _told(counts), None
-    owner = torch.arange(len(rows)).repeat_interleave(counts[: len(rows)])
-    inside = graph.neighbours[: len(owner)] < len(rows)
-    return _told(counts), _told(torch.bincount(owner[inside], minlength=len(rows)))
-
-
-def _told(counts: Tensor) -> Neighbours:
-    return Neighbours(float(counts.double().mean()), float((counts == 0).double().mean()))
+        rows = torch.arange(len(coords))
+    whole, kept = (graph.neighbour_count for graph in capped_graphs(coords, rows, stride, settings))
+    before, after = (Neighbours(float(n.double().mean()), float((n == 0).double().mean())) for n in (whole, kept))
+    return before, after if len(kept) < len(whole) else None
 
 
 def _distinct(points: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""How `gated-srp check` shows what it found: a table of facts, then findings by level and kind, then the verdict."""
+"""How `gated-srp check` shows what it found: a table of facts, then notes by level and kind, then the verdict."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 _PLACES = 5  # places named in full before "and N more"
-_ALIKE = 20  # findings of one kind that are listed
+_ALIKE = 20  # notes of one kind that are listed
 
 
 def show(check: "Check", console: "Console") -> None:
@@ -29,8 +29,8 @@ def show(check: "Check", console: "Console") -> None:
     console.print(facts, markup=False)
     home = _home(check)
     for (level, kind, cure), alike in groupby(check.notes, key=lambda f: (f.level, f.kind, f.cure)):
-        told = [replace(finding, where=tuple(w.removeprefix(home) for w in finding.where)) for finding in alike]
-        _show_kind(level, kind, cure, alike=told, console=console)
+        shortened = [replace(note, where=tuple(w.removeprefix(home) for w in note.where)) for note in alike]
+        _show_kind(level, kind, cure, alike=shortened, console=console)
     console.print()
     _show_verdict(check, console)
 
@@ -48,13 +48,13 @@ def _show_kind(level: str, kind: str, cure: str, *, alike: Sequence["Note"], con
     count = f" ({len(alike)} times)" if len(alike) > 1 else ""
     console.print()
     console.print(Text.assemble((level, _COLOURS[level]), " ", (kind.replace("_", " "), "bold"), count))
-    for finding in alike[:_ALIKE]:
-        one = len(finding.where) == 1 and level == "error"
-        line = f"{finding.where[0]}: {finding.what}" if one else finding.what
+    for note in alike[:_ALIKE]:
+        one = len(note.where) == 1 and level == "error"
+        line = f"{note.where[0]}: {note.what}" if one else note.what
         console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
-        if finding.where and not one:
-            more = len(finding.where) - _PLACES
-            places = ", ".join(finding.where[:_PLACES]) + (f" and {more:,} more" if more > 0 else "")
+        if note.where and not one:
+            more = len(note.where) - _PLACES
+            places = ", ".join(note.where[:_PLACES]) + (f" and {more:,} more" if more > 0 else "")
             console.print(Padding(Text(f"in {places}", style="dim"), (0, 0, 0, 2), expand=False))
     if len(alike) > _ALIKE:
         console.print(

@@ -95,9 +95,8 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     if isinstance(values.get("encoder"), str):
         values["encoder"] = canonical(values["encoder"])
     if preset:
-        told: dict[str, Any] = {"name": preset.name, "metric": preset.metric, "score": preset.score, "cap": preset.cap}
-        values |= {key: value for key, value in told.items() if key not in values}
-        values.setdefault("seeds", preset.seeds)
+        for key in ("name", "metric", "score", "cap", "seeds"):
+            values.setdefault(key, getattr(preset, key))
         if preset.images and not values.get("features"):
             values.setdefault("images", {})
         if values.get("task") in (None, preset.task):

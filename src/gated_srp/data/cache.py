@@ -1,6 +1,6 @@
 """Prepared bags on disk: one safetensors file per bag, memory-mapped when read again.
 
-An entry's name is a hash of the feature file's place and of all settings; the file's size and time stand inside, so a changed file
+An entry's name is a hash of the feature file's place and of all settings; the file's size and time are inside, so a changed file
 replaces its entry. Entries are written under a temporary name and put in place whole: several processes may share a folder, and a
 killed one leaves nothing that could be taken for an entry. What a power cut or a bad disk leaves is found by the checksum, which
 every process looks at once per entry; waiting for the disk at each write (fsync) would cost more than the preparation.
@@ -114,10 +114,10 @@ def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
         "offsets": bag.graph.offsets,
         "homogeneity": bag.graph.homogeneity,
     }
-    told = json.dumps(facts)
+    facts_text = json.dumps(facts)
     draft = entry.with_name(f".{uuid4().hex}.tmp")
     try:
-        metadata = {"identity": identity, "facts": told, "checksum": _checksum(tensors, told)}
+        metadata = {"identity": identity, "facts": facts_text, "checksum": _checksum(tensors, facts_text)}
         save_file(tensors, draft, metadata=metadata)
         os.replace(draft, entry)
     except SafetensorError as error:
@@ -160,8 +160,8 @@ def _warning(stored: str | dict[str, Any]) -> Note:
     return Note(**stored | {"where": tuple(stored["where"])})
 
 
-def _checksum(tensors: dict[str, Tensor], told: str) -> str:
-    value = zlib.crc32(told.encode())
+def _checksum(tensors: dict[str, Tensor], facts_text: str) -> str:
+    value = zlib.crc32(facts_text.encode())
     for name in sorted(tensors):
         value = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, value)
     return f"{value:08x}"

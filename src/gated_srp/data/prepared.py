@@ -4,7 +4,6 @@ Shapes: N patches of the file, L patches kept, C channels.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,24 +136,30 @@ def _rounded(bag: Bag, rows: Tensor | None, settings: Preparation) -> Tensor:
 
 
 def _graph(bag: Bag, rows: Tensor | None, settings: Preparation) -> tuple[PatchGraph, tuple[Note, ...]]:
-    """The graph of the kept rows, built anew on them; with a cap, how many neighbours it cost.
-
-    Kept rows are put in front of the others and the lists of the whole slide cut to them. That is the graph of the kept rows
-    alone (a cell then belongs to its first kept patch), while a wrong stride is still judged on the whole slide: a cap may
-    thin a lattice until nobody has a neighbour.
-    """
-    build = partial(PatchGraph.from_coords, stride=bag.stride, window=settings.window, lattice=settings.lattice)
+    """The graph of the kept rows; with a cap, how many neighbours it cost."""
     if rows is None or len(rows) == len(bag.coords):
-        return build(bag.coords if rows is None else bag.coords[rows]), ()
-    dropped = torch.ones(len(bag.coords), dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
-    whole = build(bag.coords[torch.cat([rows, dropped])])
+        return _build(bag.coords if rows is None else bag.coords[rows], bag.stride, settings), ()
+    whole, kept = capped_graphs(bag.coords, rows, bag.stride, settings)
+    before, after = (float(graph.neighbour_count.double().mean()) for graph in (whole, kept))
+    what = f"{len(rows)} of {len(bag.coords)} patches kept; neighbours per patch {before:.2f} before, {after:.2f} after"
+    return kept, (Note("warning", "cap", what),)
+
+
+def capped_graphs(coords: Tensor, rows: Tensor, stride: float, settings: Preparation) -> tuple[PatchGraph, PatchGraph]:
+    """The graph of all patches, kept rows in front, and that of the kept rows alone.
+
+    The lists of the whole slide are cut to the kept rows, which gives the graph of these rows (a cell then belongs to its first
+    kept patch), while a wrong stride is still judged on the whole slide: a cap may thin a lattice until no patch has a neighbour.
+    """
+    dropped = torch.ones(len(coords), dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
+    whole = _build(coords[torch.cat([rows, dropped])], stride, settings)
     neighbours = whole.neighbours[: int(whole.offsets[len(rows)])]
     inside = neighbours < len(rows)  # (E,)
     before = torch.cat([torch.zeros(1, dtype=torch.int64), inside.cumsum(0)])
     offsets = before[whole.offsets[: len(rows) + 1]]
-    graph = PatchGraph(
-        neighbours[inside], offsets, torch.zeros(len(rows)), window=settings.window, lengths=(len(rows),)
-    )
-    means = [float(g.neighbour_count.double().mean()) for g in (whole, graph)]
-    what = f"{len(rows)} of {len(bag.coords)} patches kept; neighbours per patch {means[0]:.2f} before, {means[1]:.2f} after"
-    return graph, (Note("warning", "cap", what),)
+    blank = torch.zeros(len(rows))  # homogeneity, until features are given
+    return whole, PatchGraph(neighbours[inside], offsets, blank, window=settings.window, lengths=(len(rows),))
+
+
+def _build(coords: Tensor, stride: float, settings: Preparation) -> PatchGraph:
+    return PatchGraph.from_coords(coords, stride=stride, window=settings.window, lattice=settings.lattice)

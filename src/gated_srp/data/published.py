@@ -47,7 +47,7 @@ def camelyon16(path: Path, name: str, classes: tuple[str, ...]) -> Table:
 
 
 def camelyon17(path: Path, name: str, classes: tuple[str, ...]) -> Table:
-    """Rows of slides stand among rows of patients; the patient is the first part of the slide's name."""
+    """Rows of slides are mixed with rows of patients; the patient is the first part of the slide's name."""
     frame, notes = read_frame(path)
     _need(path, set(frame.columns), {"patient", "stage", "center"})
     frame = frame[frame["patient"].str.fullmatch(r"patient_\d+_node_\d+\.tif", na=False)]

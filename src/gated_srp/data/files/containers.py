@@ -12,11 +12,10 @@ import stat
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,30 +35,12 @@ CONTAINERS = {  # by ending: module, imported when a file asks for it, and class
     ".zarr": ("containers", "ZarrFolder"),
 }
 # Attributes that are read; anything else in a file stays untouched.
-_ATTRIBUTES = frozenset(
-    [
-        "patch_size",
-        "patch_size_level0",
-        "level0_magnification",
-        "target_magnification",
-        "overlap",
-        "level0_width",
-        "level0_height",
-        "wsi_path",
-        "mpp",
-        "mpp_x",
-        "level0_mpp",
-        "encoder",
-        "extractor",
-        "unit",
-        "tile_size_um",
-        "tile_size",
-        "feat_type",
-        "patch_level",
-        "downsample",
-    ]
-)
-_INFLATION = 200  # features hardly compress: bytes that claim to have shrunk more than this are a bomb
+_ATTRIBUTES = {
+    "patch_size", "patch_size_level0", "level0_magnification", "target_magnification", "overlap", "level0_width", "level0_height",
+    "wsi_path", "mpp", "mpp_x", "level0_mpp", "encoder", "extractor", "unit", "tile_size_um", "tile_size", "feat_type",
+    "patch_level", "downsample",
+}  # fmt: skip
+_INFLATION = 200  # features hardly compress: a file that claims to have shrunk by more is a decompression bomb
 _HARMLESS = 2**24  # bytes; positions on a lattice may shrink to anything, but are few
 
 # What an array of this numpy type is read as: torch lacks the wider unsigned types.
@@ -82,14 +63,6 @@ class Container(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:  # noqa: B027 (most containers hold nothing open)
         """Let go of the file."""
@@ -120,19 +93,13 @@ class Container(ABC):
     def _dtype(self, name: str, dtype: np.dtype[Any]) -> torch.dtype:
         found = _DTYPES.get(f"{dtype.kind}{dtype.itemsize}")
         if found is None:
-            raise self.error(
-                "wrong_dtype",
-                f"'{name}' holds {dtype}, expected numbers (float16, float32 ...)",
-                "Name the right key.",
-            )
+            what = f"'{name}' holds {dtype}, expected numbers (float16, float32 ...)"
+            raise self.error("wrong_dtype", what, "Name the right key.")
         return found
 
     def _oversized(self, name: str, claimed: int, stored: int) -> BagError:
-        return self.error(
-            "oversized",
-            f"'{name}' claims {claimed:,} bytes, but only {stored:,} are stored",
-            "The extraction was interrupted, or the file is not what it says; extract the slide again.",
-        )
+        cure = "The extraction was interrupted, or the file is not what it says; extract the slide again."
+        return self.error("oversized", f"'{name}' claims {claimed:,} bytes, but only {stored:,} are stored", cure)
 
 
 def plain(value: Any) -> Any:
@@ -163,7 +130,7 @@ def known(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfolded(stored: int) -> int:
-    """The most bytes that so many compressed ones may honestly stand for."""
+    """The most bytes that so many compressed ones may plausibly hold."""
     return max(stored * _INFLATION, _HARMLESS)
 
 
@@ -243,11 +210,8 @@ class SafetensorsFile(Container):
             part.get_dtype()
         )
         if dtype is None and part.get_dtype()[0] not in "IU":
-            raise self.error(
-                "wrong_dtype",
-                f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64)",
-                "Name the right key.",
-            )
+            what = f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64)"
+            raise self.error("wrong_dtype", what, "Name the right key.")
         return Spec(tuple(part.get_shape()), dtype or torch.int64)
 
     def read(self, name: str) -> Tensor:
@@ -302,7 +266,7 @@ def opened(path: Path) -> Iterator[Container]:
     """The file as named arrays, for the length of a ``with``; whatever goes wrong inside leaves as a `BagError`."""
     _check_path(path)
     try:
-        with _container(path) as file:
+        with closing(_container(path)) as file:
             yield file
     except (UserError, ImportError, AttributeError, NameError, AssertionError):
         raise  # said already, or a bug of ours

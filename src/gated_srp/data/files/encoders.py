@@ -1,4 +1,4 @@
-"""Encoder names: every tool spells them differently, and a width does not tell (1536: UNI-v2, GigaPath, H-optimus)."""
+"""Encoder names: every tool spells them differently, and a width does not identify one (1536: UNI-v2, GigaPath, H-optimus)."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def known_widths(name: str) -> tuple[int, ...]:
 def encoder_of_folder(path: Path) -> str | None:
     """The encoder that a feature file's folders name (``features_uni_v2``, STAMP's ``uni2-0f3ab21c``), or None.
 
-    A folder's name is weak evidence: a file's own word and the caller's come first.
+    A folder's name is weak evidence: what the file says and what the caller says come first.
 
     >>> encoder_of_folder(Path("job/20x_256px_0px_overlap/features_uni_v2/s1.h5"))
     'uni_v2'

@@ -136,11 +136,8 @@ def _features_name(file: Container, names: Sequence[str], encoder: str | None, f
     if features_key and file.has(features_key):
         return features_key
     looked = features_key or ", ".join(_FEATURES)
-    raise file.error(
-        "no_features",
-        f"no features (found: {listed}; looked for {looked})",
-        "Name the key with features_key, or run the tool's feature extraction.",
-    )
+    cure = "Name the key with features_key, or run the tool's feature extraction."
+    raise file.error("no_features", f"no features (found: {listed}; looked for {looked})", cure)
 
 
 def _of_encoder(file: Container, inside: list[str], encoder: str | None) -> str:
@@ -171,17 +168,12 @@ def _feature_shape(file: Container, key: str, level: str | None) -> tuple[tuple[
         raise file.error("empty", "no patches: no tissue was found", cure)
     one_row = len(rows) == 2 and rows[0] == 1 and file.path.parent.name.startswith("slide_features")
     if len(shape) == 1 or one_row or level in ("slide", "patient"):
-        raise file.error(
-            "slide_embedding",
-            f"this is a slide embedding: '{key}' has shape {shape}, one vector per slide",
-            "Gated SRP needs features of patches, (N, C), with positions; point at the folder of patch features.",
-        )
+        what = f"this is a slide embedding: '{key}' has shape {shape}, one vector per slide"
+        cure = "Gated SRP needs features of patches, (N, C), with positions; point at the folder of patch features."
+        raise file.error("slide_embedding", what, cure)
     if len(rows) != 2 or rows[1] == 0:
-        raise file.error(
-            "wrong_rank",
-            f"'{key}' has shape {shape}, expected (N, C) or (1, N, C)",
-            "Name the right array: features_key.",
-        )
+        what = f"'{key}' has shape {shape}, expected (N, C) or (1, N, C)"
+        raise file.error("wrong_rank", what, "Name the right array: features_key.")
     if dtype not in _FLOATS:
         raise file.error(
             "wrong_dtype", f"'{key}' holds {dtype}, expected floats", "Name the right array: features_key."
@@ -191,16 +183,11 @@ def _feature_shape(file: Container, key: str, level: str | None) -> tuple[tuple[
 
 def _row_mismatch(file: Container, shape: tuple[int, int], positions: int) -> BagError:
     if shape[0] == 1:
-        return file.error(
-            "slide_embedding",
-            f"this is a slide embedding: one row of features for {positions} positions",
-            "Gated SRP needs one row per patch; point at the folder of patch features.",
-        )
-    return file.error(
-        "row_mismatch",
-        f"{shape[0]} rows of features, but {positions} positions",
-        "They come from different extractions, or one was interrupted; extract the slide again.",
-    )
+        what = f"this is a slide embedding: one row of features for {positions} positions"
+        cure = "Gated SRP needs one row per patch; point at the folder of patch features."
+        return file.error("slide_embedding", what, cure)
+    cure = "They come from different extractions, or one was interrupted; extract the slide again."
+    return file.error("row_mismatch", f"{shape[0]} rows of features, but {positions} positions", cure)
 
 
 def _duplicates(coords: Tensor) -> tuple[Note, ...]:
@@ -225,7 +212,9 @@ _RIGHT_ENCODER = "Point at the others, or change encoder."
 
 def _encoder_notes(name: str | None, said: str | None, asked: str | None, width: int) -> tuple[Note, ...]:
     notes: tuple[Note, ...] = ()
-    if asked and said and canonical(asked) != said:  # a folder's word, or a name that the table lacks: may be an alias
+    if (
+        asked and said and canonical(asked) != said
+    ):  # from a folder's name, or a name that the table lacks: may be an alias
         notes = (Note("warning", "encoder", _other_encoder(said, asked), cure=_RIGHT_ENCODER),)
     widths = known_widths(name or "")
     if widths and width not in widths:

@@ -30,11 +30,8 @@ class Hdf5File(Container):
         # The signature stands at byte 0, or behind a user block of 512, 1024 ... bytes.
         if not any(head[at : at + 8] == b"\x89HDF\r\n\x1a\n" for at in (0, 512, 1024)):
             pointer = head.startswith(b"version https://git-lfs")
-            cure = (
-                "It is a Git LFS pointer: run git lfs pull."
-                if pointer
-                else "Download or extract it again, or correct its ending."
-            )
+            again = "Download or extract it again, or correct its ending."
+            cure = "It is a Git LFS pointer: run git lfs pull." if pointer else again
             raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}", cure)
         self._file = h5py.File(path, "r", locking="best-effort")
 
@@ -62,12 +59,9 @@ class Hdf5File(Container):
         plan = data.id.get_create_plist()
         for code, _, _, label in (plan.get_filter(i) for i in range(plan.get_nfilters())):
             if not h5py.h5z.filter_avail(code):
-                raise self.error(
-                    "missing_filter",
-                    f"'{name}' is compressed with a filter that is missing here ({label.decode('utf-8', 'replace')}, "
-                    f"number {code})",
-                    "Install it with: pip install hdf5plugin",
-                )
+                filter_name = f"{label.decode('utf-8', 'replace')}, number {code}"
+                what = f"'{name}' is compressed with a filter that is missing here ({filter_name})"
+                raise self.error("missing_filter", what, "Install it with: pip install hdf5plugin")
         stored = data.id.get_storage_size()
         if plan.get_nfilters() and data.chunks:
             chunks = math.prod(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))
@@ -93,11 +87,8 @@ class Hdf5File(Container):
     def _dataset(self, name: str) -> h5py.Dataset:
         data = self._resolve(name)
         if not isinstance(data, h5py.Dataset):
-            raise self.error(
-                "no_features",
-                f"'{name}' is a group, expected an array",
-                "Name the array with features_key or coords_key.",
-            )
+            cure = "Name the array with features_key or coords_key."
+            raise self.error("no_features", f"'{name}' is a group, expected an array", cure)
         if data.is_virtual or data.external:
             raise self._leads_away(name)
         if data.shape is None:
@@ -111,11 +102,8 @@ class Hdf5File(Container):
             if step in ("", "."):
                 continue
             if not isinstance(node, h5py.Group) or not node.id.links.exists(step.encode()):
-                raise self.error(
-                    "unreadable",
-                    f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'})",
-                    "Name a key that exists.",
-                )
+                what = f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'})"
+                raise self.error("unreadable", what, "Name a key that exists.")
             link = node.id.links.get_info(step.encode()).type
             if link == h5py.h5l.TYPE_HARD:
                 node = node[step]

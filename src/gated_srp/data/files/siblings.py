@@ -110,20 +110,14 @@ def _tidy(file: Container, name: str, places: Places) -> Positions:
     if rows == (0,):
         return Positions(torch.zeros(0, 2, dtype=torch.int64), places)
     if len(rows) != 2 or rows[1] not in (2, 4, 5) or dtype == torch.bool:
-        raise file.error(
-            "bad_coords",
-            f"'{name}' has shape {shape}, expected (N, 2): x and y of each patch",
-            "Name the right array: coords_key.",
-        )
+        what = f"'{name}' has shape {shape}, expected (N, 2): x and y of each patch"
+        raise file.error("bad_coords", what, "Name the right array: coords_key.")
     table = file.read(name).reshape(rows)
     side = float((table[:, 2] - table[:, 0]).median()) if rows[1] == 4 and len(table) else None
     values = table[:, :2].contiguous()  # (N, 2)
     if not bool((values.abs() < _LARGEST).all()):  # NaN is not smaller either
-        raise file.error(
-            "bad_coords",
-            f"'{name}' holds positions that are not finite or beyond any slide",
-            "Drop those patches, or extract again.",
-        )
+        what = f"'{name}' holds positions that are not finite or beyond any slide"
+        raise file.error("bad_coords", what, "Drop those patches, or extract again.")
     if values.is_floating_point():
         values = values.double()
         values = values.long() if bool((values == values.round()).all()) else values
@@ -173,7 +167,7 @@ def _is_bag(path: Path) -> bool:
         return False  # the same features with their positions
     if not path.exists():  # a dangling link; one that loops is kept, to be named
         return path.is_symlink() and _loops(path)
-    # AtlasPatch keeps features in patches/, CLAM keeps positions there: only the content tells.
+    # AtlasPatch keeps features in patches/, CLAM keeps positions there: only the content shows which.
     doubtful = home in _POSITION_FOLDERS or path.stem.endswith("_patches")
     return not doubtful or ending == ".zarr" or not _positions_alone(path)
 

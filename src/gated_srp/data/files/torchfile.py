@@ -72,11 +72,8 @@ class TorchFile(Container):
                 "Save the features alone: torch.save(tensor, path), or write HDF5.",
             ) from None
         except Exception as error:  # a damaged pickle fails in any way
-            raise self.error(
-                "truncated",
-                f"cut short or damaged ({type(error).__name__})",
-                "Copy it again, or extract the slide again.",
-            ) from error
+            what = f"cut short or damaged ({type(error).__name__})"
+            raise self.error("truncated", what, "Copy it again, or extract the slide again.") from error
 
     def _check_entries(self, size: int) -> None:
         with zipfile.ZipFile(self.path) as entries:
@@ -93,11 +90,8 @@ class TorchFile(Container):
                     "truncated", "cut short: the end of the archive is missing", "Copy or extract it again."
                 )
             if head != _LEGACY:
-                raise self.error(
-                    "not_torch",
-                    "not a file written by torch.save",
-                    "Download or extract it again, or correct its ending.",
-                )
+                cure = "Download or extract it again, or correct its ending."
+                raise self.error("not_torch", "not a file written by torch.save", cure)
             for _ in range(3):  # protocol version, system information, the object
                 largest = max((arg for _, arg, _ in pickletools.genops(stream) if isinstance(arg, int)), default=0)
         if largest > size:
@@ -110,17 +104,10 @@ class TorchFile(Container):
         value = self._values[name]
         if isinstance(value, np.ndarray):
             return Spec(value.shape, self._dtype(name, value.dtype))
-        if (
-            not isinstance(value, Tensor)
-            or value.layout != torch.strided
-            or value.is_quantized
-            or value.device.type != "cpu"
-        ):
-            raise self.error(
-                "wrong_dtype",
-                f"'{name}' is {type(value).__name__}, expected a dense tensor or array",
-                "Save the features alone.",
-            )
+        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        if not dense or value.device.type != "cpu":
+            what = f"'{name}' is {type(value).__name__}, expected a dense tensor or array"
+            raise self.error("wrong_dtype", what, "Save the features alone.")
         if not value.is_floating_point() and (value.is_complex() or value.dtype == torch.bool):
             what = f"'{name}' holds {value.dtype}, expected numbers (float16, float32 ...)"
             raise self.error("wrong_dtype", what, "Name the right key.")
@@ -140,9 +127,5 @@ class TorchFile(Container):
     def attrs(self, name: str = "") -> dict[str, Any]:
         if name:
             return {}
-        return known(
-            {
-                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                for key, value in self._values.items()
-            }
-        )
+        lone = {k: v.item() for k, v in self._values.items() if isinstance(v, Tensor) and v.numel() == 1}
+        return known(self._values | lone)

@@ -138,7 +138,7 @@ def _by_trimmed_stem(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, 
 
 
 def _by_prefix(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
-    """The file's stem goes on after the id with a sign that is no letter or digit: ``s_1`` is not ``s_10``."""
+    """The file's stem continues after the id with a character that is no letter or digit: ``s_1`` is not ``s_10``."""
     keyed = sorted((_key(path), path) for path in paths)
     keys = [key for key, _ in keyed]
     claims: dict[str, tuple[Path, ...]] = {}

@@ -44,7 +44,7 @@ def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFr
 
 
 def pick_column(frame: pd.DataFrame, name: str, where: str | Path) -> str:
-    """The column that the user named: exactly, or the only one that agrees apart from case and signs."""
+    """The column that the user named: exactly, or the only one that agrees apart from case and punctuation."""
     if name in frame.columns:
         return name
     alike = [column for column in frame.columns if plain(column) == plain(name)]
@@ -66,7 +66,7 @@ def listed(frame: pd.DataFrame) -> str:
 
 
 def plain(name: str) -> str:
-    """A column's name without case and signs.
+    """A column's name without case and punctuation.
 
     >>> plain("OS.time"), plain("Patient Id")
     ('os_time', 'patient_id')

@@ -183,7 +183,7 @@ def _read_ids(frame: pd.DataFrame, columns: Columns, log: _Log, files: Iterable[
 
 
 def _join_ids(frame: pd.DataFrame, columns: Columns, slide_table: Path, log: _Log) -> pd.DataFrame:
-    """The patient table's rows joined to the slides of a second table; who has no partner is listed."""
+    """The patient table's rows joined to the slides of a second table; rows without a partner are listed."""
     slides, notes = read_frame(slide_table)
     log.notes += notes
     named = {}
@@ -231,7 +231,7 @@ def _fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: _L
 
 
 def _fill_cases(rows: pd.DataFrame, log: _Log) -> pd.DataFrame:
-    """Who has no patient gets the TCGA barcode if the name is one, else the slide. A barcode also tells the site."""
+    """A slide without a patient gets the TCGA barcode if its name is one, else itself. A barcode also names the site."""
     rows = rows.copy()
     unknown = rows["case"].isna()
     barcode = rows["slide"].map(lambda slide: _BARCODE.match(slide_stem(slide)) is not None).astype(bool)
