@@ -69,7 +69,9 @@ def judge_claims(claims: Claims, published: Mapping[str, PublishedTable], out: P
     ``out``: the folder in which `reproduce` has written our results; without it only the paper's numbers are judged.
     """
     printed = {name: _wide(table.frame, "name", "value") for name, table in published.items()}
-    own = {} if out is None else {name: table for name in printed if (table := _our_table(out, name)) is not None}
+    found = {} if out is None else {name: _our_table(out, name) for name in printed}
+    # Further rows of ours, such as untuned ones, are none that a sentence speaks of.
+    own = {name: t[t.columns.intersection(printed[name].columns)] for name, t in found.items() if t is not None}
     lines = []
     for claim in claims.sentences:
         if "overhead" in claim:  # of the models: the same for everyone
