@@ -131,7 +131,8 @@ def _our_table(out: Path, name: str) -> pd.DataFrame | None:
     path = out / "reproduce" / name.removesuffix(_SPREAD) / "reproduction.csv"
     if not path.is_file():
         return None
-    return _wide(pd.read_csv(path), "row", "std" if name.endswith(_SPREAD) else "mean")
+    lines = pd.read_csv(path, keep_default_na=False, na_values=[""])  # a row's name is "NA"
+    return _wide(lines, "row", "std" if name.endswith(_SPREAD) else "mean")
 
 
 def _columns(claim: Mapping[str, Any], table: pd.DataFrame) -> pd.DataFrame:
