@@ -288,7 +288,7 @@ def _command():
     return app
 
 
-def test_the_command_exits_with_1_when_something_must_be_mended_and_writes_json(tmp_path):
+def test_the_command_exits_with_1_when_something_must_be_fixed_and_writes_json(tmp_path):
     config = _clam_cohort(tmp_path, [make_slide(i) for i in range(40)])
     said = CliRunner().invoke(_command(), [str(tmp_path / "cohort.yaml"), "--json", str(tmp_path / "o.json")])
     assert said.exit_code == 0, said.output
@@ -318,6 +318,6 @@ def test_a_check_is_a_table_in_a_notebook_and_the_quarantine_is_a_list(tmp_path)
     assert [note.kind for note in found.errors] == ["zero_bytes"]
     assert found.quarantine == (tmp_path / "<s1>.h5",)
     assert list(found.to_frame()["level"]) == ["error"]
-    assert "not ready, 1 to mend" in found._repr_html_()
+    assert "not ready, 1 to fix" in found._repr_html_()
     assert "<s1>" not in found._repr_html_()
     assert found.to_json()["findings"][0]["severity"] == "error"  # as check.json has always called it

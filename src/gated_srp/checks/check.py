@@ -27,7 +27,7 @@ from gated_srp.models import ARMS
 from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
-_FULL = 0.9  # share of the memory that a run may take before it is warned of
+_FULL = 0.9  # share of the memory from which on a run is warned of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Check:
 
     @property
     def errors(self) -> tuple[Note, ...]:
-        """What must be mended."""
+        """What must be fixed."""
         return tuple(note for note in self.notes if note.level == "error")
 
     @property
@@ -75,13 +75,13 @@ class Check:
         }
 
     def _repr_html_(self) -> str:
-        verdict = "ready" if self.ok else f"not ready, {len(self.errors)} to mend"
+        verdict = "ready" if self.ok else f"not ready, {len(self.errors)} to fix"
         notes = self.to_frame().to_html(index=False) if self.notes else "<p>No issues found.</p>"
         return f"<p><b>check of {escape(self.name)}</b>: {verdict}</p>{notes}"
 
 
 def _severity_first(note: dict[str, Any]) -> dict[str, Any]:
-    return {"severity": note.pop("level"), **note}  # as the file has always called it
+    return {"severity": note.pop("level"), **note}  # the name it has in check.json
 
 
 def _file_json(file: FileFacts) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Trunk:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run would take place: products a second as measured, bytes of memory."""
+    """Where a run would take place: operations per second as measured, bytes of memory."""
 
     name: str
     rate: float

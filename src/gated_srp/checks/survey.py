@@ -20,7 +20,7 @@ from gated_srp.data.prepared import Preparation, capped_graphs, capped_rows, ope
 from gated_srp.errors import Note, UserError
 from gated_srp.progress import Event, Progress, silent
 
-_WORTH_WORKERS = 64  # files from which on the start of other processes (they import torch) pays
+_WORTH_WORKERS = 64  # files from which on starting other processes pays: each imports torch
 _CHUNK = 4096  # rows of features that are looked at together
 
 
@@ -81,7 +81,7 @@ def survey(
 
 
 def workers_for(files: int) -> int:
-    """Processes that pay: none for a few files, since each has to import torch first."""
+    """Number of processes: none for a few files, since each has to import torch first."""
     return min(8, os.cpu_count() or 1) if files >= _WORTH_WORKERS else 0
 
 
@@ -153,7 +153,7 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         stride_source=header.stride_source,
         neighbours=whole,
         capped=capped,
-        # Patches of one cell with different coordinates: lattices that start anew.
+        # Patches of one cell with different coordinates: several lattices in one slide.
         shared_cells=places - _distinct(torch.div(coords.double(), stride, rounding_mode="floor")) if floor else 0,
         duplicates=len(coords) - places,
         nonfinite=nonfinite,

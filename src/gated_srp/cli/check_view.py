@@ -69,7 +69,7 @@ def _show_verdict(check: "Check", console: "Console") -> None:
     tally = {name: sum(f.level == name for f in check.notes) for name in _COLOURS}
     counts = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in tally.items() if count)
     if not check.ok:
-        console.print(Text(f"Not ready: {counts}. Mend the errors, then check again.", style="bold red"))
+        console.print(Text(f"Not ready: {counts}. Fix the errors, then check again.", style="bold red"))
         if check.quarantine:
             console.print(
                 "To go on without the broken files: --quarantine broken.txt, then\n"

@@ -40,7 +40,7 @@ def check(
         Path | None, typer.Option("--quarantine", help="Write the list of files to leave out, one per line.")
     ] = None,
 ) -> None:
-    """Say what was found, what is wrong and what to do. Exit status 1 when something must be mended."""
+    """Say what was found, what is wrong and what to do. Exit status 1 when something must be fixed."""
     import json
 
     import gated_srp

@@ -1,4 +1,4 @@
-"""What may stand in a cohort's YAML: names, types and bounds. `config.load_config` makes one from a file."""
+"""The settings of a cohort's YAML: names, types and bounds. `load_config` makes a `CohortConfig` from a file."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -91,7 +91,7 @@ class BagCache:
 def identify(path: Path) -> str:
     """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
     files = [path, *position_files(path), path.parent / "bags_config.json"]
-    with suppress(OSError):  # a missing file is for the reader to name
+    with suppress(OSError):  # a missing file is reported by the reader
         if path.is_dir():
             files += sorted(path.rglob("*"))
     return json.dumps(list(_stamps(files)))

@@ -26,12 +26,12 @@ from gated_srp.streams import stream
 
 _SHARED = Path("/dev/shm")  # where the bags of worker processes pass through on Linux
 _ROOM = 2**31  # bytes of it that let a few large bags pass
-Variation = tuple[int, int]  # seed and epoch of a training
+Variation = tuple[int, int]  # seed and epoch of a training run
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SlideBag(PreparedBag):
-    """A prepared bag with its place in the cohort."""
+    """A prepared bag with its slide, patient and target."""
 
     index: int  # in the dataset
     slide: str
@@ -104,7 +104,7 @@ class SlideDataset(Dataset[SlideBag]):
 class BagLoader:
     """Goes through a dataset in the orders it is given, while ``workers`` processes prepare the bags that come next.
 
-    With a cache the workers only see to it that the next entries exist and are in memory, and the bag is mapped here: nothing is
+    With a cache the workers only make sure that the next entries exist and are in memory; the bag is mapped here, so nothing is
     copied between processes. Workers live from epoch to epoch; `close` ends them.
     """
 
@@ -125,7 +125,7 @@ class BagLoader:
             batch_size=None,
             sampler=self._order,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             generator=torch.Generator(),
             **options,
         )
@@ -139,7 +139,7 @@ class BagLoader:
         self.close()
 
     def epoch(self, order: Sequence[int], variation: Variation | None = None) -> Iterator[SlideBag]:
-        """The bags of these rows, in this order; with a ``variation`` as that epoch of a training sees them."""
+        """The bags of these rows, in this order; with a ``variation`` as that epoch of training sees them."""
         self._order.indices = [(int(index), variation) for index in order]
         for found in self._loader:
             if isinstance(found, UserError):
@@ -158,7 +158,7 @@ class BagLoader:
 
 
 class _Work(Dataset[Any]):
-    """What a worker does: a bag, or the number of one that lies ready in the cache, or what is wrong with it."""
+    """What a worker does: a bag, or the index of one that is ready in the cache, or the error."""
 
     def __init__(self, dataset: SlideDataset, *, hand_over: bool) -> None:
         self.dataset = dataset
@@ -191,7 +191,7 @@ class _Order(Sampler[tuple[int, Variation | None]]):
         return len(self.indices)
 
 
-def _as_it_is(found: Any) -> Any:
+def _unchanged(found: Any) -> Any:
     return found
 
 

@@ -61,7 +61,7 @@ class PreparedBag:
 
 
 def open_header(path: str | Path, settings: Preparation) -> BagHeader:
-    """What a file of features, or an image, says of itself."""
+    """The header of a feature file, or of an image."""
     if settings.images is not None:
         return image_header(path, settings.images)
     return read_header(path, **settings.reading)
@@ -109,7 +109,7 @@ def capped_rows(coords: Tensor, cap: int | None) -> Tensor | None:
 
 
 def kept_rows(coords: Tensor, settings: Preparation) -> Tensor | None:
-    """Rows to keep in the order they are wanted, (L,); None: all, as they stand in the file."""
+    """Rows to keep in the order they are wanted, (L,); None: all, in the file's order."""
     rows = capped_rows(coords, settings.cap)
     if settings.order == "file":
         return rows

@@ -15,7 +15,7 @@ from gated_srp.errors import Note, UserError
 
 @dataclass(frozen=True)
 class LabelFile:
-    """A released file: its name, the folder it lies in among other cohorts' files, its checksum, where to get it."""
+    """A released file: its name, the folder it is in among other cohorts' files, its checksum, where to get it."""
 
     folder: str
     name: str

@@ -49,7 +49,7 @@ def redundancy(rows: Tensor, graph: PatchGraph, generator: torch.Generator) -> t
     drawn = torch.where(drawn == own, image[own], drawn)
     axis = unit(rows)  # (N, C)
     near, far = (unit(neighbour_mean(rows, lists, graph.offsets)) for lists in (graph.neighbours, drawn))
-    return along(axis, near)[alive].clamp(-1, 1), along(axis, far)[alive].clamp(-1, 1)  # rounding passes 1 by a hair
+    return along(axis, near)[alive].clamp(-1, 1), along(axis, far)[alive].clamp(-1, 1)  # rounding may exceed 1
 
 
 def measure(slide: str, rows: Tensor, graph: PatchGraph, *, what: str = "features", seed: int = 0) -> Redundancy:

@@ -45,10 +45,19 @@ def read_bag(
 ) -> Bag:
     """Read one slide's features and patch positions from any tool's file.
 
-    ``encoder``: which features, where a file holds several (any spelling).
-    ``features_key``, ``coords_key``: names of the arrays, where they are unusual.
-    ``stride``: overrules the one declared in the file and the one observed in the coordinates.
-    A file that cannot be used raises `BagError` with a ``kind``.
+    Args:
+        path: .h5, .hdf5, .pt, .pth, .npz, .npy, .safetensors or .zarr; positions may be in a file beside it.
+        encoder: which features, where a file holds several (any spelling).
+        features_key, coords_key: names of the arrays, where they are unusual.
+        stride: overrules the one declared in the file and the one observed in the coordinates.
+
+    Returns:
+        A `Bag`. A file that cannot be used raises `BagError` with a ``kind`` and a cure.
+
+    Example:
+        >>> bag = read_bag("features_uni_v2/s17.h5")  # doctest: +SKIP
+        >>> bag.features.shape, bag.stride, bag.stride_source  # doctest: +SKIP
+        (torch.Size([5213, 1536]), 512.0, 'declared on coords (patch_size_level0), agrees with coordinates')
     """
     with opened(Path(path)) as file:
         found = _collect(file, encoder=encoder, features_key=features_key, coords_key=coords_key)
@@ -212,9 +221,7 @@ _RIGHT_ENCODER = "Point at the others, or change encoder."
 
 def _encoder_notes(name: str | None, said: str | None, asked: str | None, width: int) -> tuple[Note, ...]:
     notes: tuple[Note, ...] = ()
-    if (
-        asked and said and canonical(asked) != said
-    ):  # from a folder's name, or a name that the table lacks: may be an alias
+    if asked and said and canonical(asked) != said:  # by its folder, or by a name that the table lacks: may be an alias
         notes = (Note("warning", "encoder", _other_encoder(said, asked), cure=_RIGHT_ENCODER),)
     widths = known_widths(name or "")
     if widths and width not in widths:

@@ -27,7 +27,7 @@ class Hdf5File(Container):
         super().__init__(path)
         with path.open("rb") as stream:
             head = stream.read(2048)
-        # The signature stands at byte 0, or behind a user block of 512, 1024 ... bytes.
+        # The signature is at byte 0, or behind a user block of 512, 1024 ... bytes.
         if not any(head[at : at + 8] == b"\x89HDF\r\n\x1a\n" for at in (0, 512, 1024)):
             pointer = head.startswith(b"version https://git-lfs")
             again = "Download or extract it again, or correct its ending."

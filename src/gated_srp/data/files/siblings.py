@@ -17,18 +17,13 @@ from gated_srp.data.files.encoders import canonical, encoder_of_folder
 from gated_srp.errors import UserError
 
 _POSITION_FOLDERS = ("patches", "coords", "coordinates")
-_NOT_FEATURES = {
-    "coords",
-    "coordinates",
-    "labels",
-    "patch_labels",
-    "inst_labels",
-}  # torchmil: the folder says which array
+# torchmil keeps one array per file; the folder says which.
+_NOT_FEATURES = {"coords", "coordinates", "labels", "patch_labels", "inst_labels"}
 _PAIRS = {"pt_files": "h5_files", "feats_pt": "feats_h5"}
 _COORDS = ("coords", "coordinates")
 _LARGEST = 2**53  # beyond it a float coordinate is no whole number
 
-Places = list[tuple[str, dict[str, Any]]]  # where attributes were found, and they
+Places = list[tuple[str, dict[str, Any]]]  # places and the attributes found there
 
 
 class Positions(NamedTuple):
@@ -165,7 +160,7 @@ def _is_bag(path: Path) -> bool:
         return False
     if home in _PAIRS and (path.parent.parent / _PAIRS[home] / f"{path.stem}.h5").is_file():
         return False  # the same features with their positions
-    if not path.exists():  # a dangling link; one that loops is kept, to be named
+    if not path.exists():  # a dangling link; one that loops is kept, so that it is reported
         return path.is_symlink() and _loops(path)
     # AtlasPatch keeps features in patches/, CLAM keeps positions there: only the content shows which.
     doubtful = home in _POSITION_FOLDERS or path.stem.endswith("_patches")
@@ -185,5 +180,5 @@ def _positions_alone(path: Path) -> bool:
         with opened(path) as file:
             names = file.names()
     except BagError:
-        return False  # broken: to be named
+        return False  # broken: kept, so that it is reported
     return bool(names) and {name.split("/")[0] for name in names} <= {"coords", "coordinates", "passports", "imgs"}

@@ -1,4 +1,4 @@
-"""Who trains, who validates, who tests: a `Split`, the rules that draw one, and the check that no patient crosses.
+"""Who trains, who validates, who tests: a `Split`, the rules that draw one, and the check that no patient is in two parts.
 
 The rules are those of the published splits, to the last draw of the random stream: seeds 42 to 46 give the paper's own.
 """

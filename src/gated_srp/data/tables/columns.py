@@ -14,7 +14,7 @@ from gated_srp.data.tables.read import listed, pick_column, usual_columns
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import TASKS, Task, find_task, named_task
 
-# In the order of preference, as tablefile.plain() writes them.
+# In the order of preference, without case and punctuation (`plain`).
 USUAL: dict[str, tuple[str, ...]] = {
     "slide": (
         *("slide_id", "slide", "filename", "image_id", "slide_name"),

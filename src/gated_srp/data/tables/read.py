@@ -92,9 +92,9 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]
         )
     if ending == ".parquet":
         frame = pd.read_parquet(path)
-        return (
-            frame if frame.index.names == [None] else frame.reset_index()
-        ), ()  # ids may have been saved as the index
+        if frame.index.names != [None]:  # ids may have been saved as the index
+            frame = frame.reset_index()
+        return frame, ()
     if ending in {".csv", ".tsv", ".txt"}:
         frame = pd.read_csv(path, sep=_separator(path), encoding="utf-8-sig", skip_blank_lines=False, **_TEXT)
         if not isinstance(frame.index, pd.RangeIndex):  # pandas then takes the first column for an index
