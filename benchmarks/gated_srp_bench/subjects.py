@@ -103,5 +103,5 @@ def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: i
 
 
 def _precision(dtype: str) -> AbstractContextManager[Any]:
-    """As a run: bf16 where the processor has instructions for it, else float32 (`training.start.choose_precision`)."""
+    """As a run: bf16 where the processor has instructions for it, else float32 (`training.ranks.choose_precision`)."""
     return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" and has_bf16() else nullcontext()
