@@ -72,7 +72,7 @@ def test_kaplan_meier_splits_the_test_cases_at_the_training_median(tmp_path):
     (cell.key / "predictions_test_case.csv").write_text("case,time,event,risk\n" + "\n".join(rows) + "\n")
     model = build_model("na", in_dim=4, num_outputs=4, dim=12, num_heads=2, depth=2, num_landmarks=2)
     save_model(model, cell.key / "model.safetensors", {"median_risk": 5})
-    text = draw_kaplan_meier({"na": [cell]}, tmp_path / "km", cohort="TCGA-KIRC")[0].read_text()
+    text = draw_kaplan_meier({"na": [cell.run]}, tmp_path / "km", cohort="TCGA-KIRC")[0].read_text()
     p = logrank_test([1, 2, 3, 5], [4, 6, 7, 8], [1, 1, 1, 0], [1, 1, 0, 1]).p_value
     for word in (
         f"log-rank p {p:.3f}",
@@ -92,12 +92,12 @@ def test_the_signed_gates_geometry_names_its_regimes(tmp_path):
 def test_runs_without_gates_have_no_trajectories(tmp_path):
     cell = cells(tmp_path)[0]
     finish(cell)
-    assert read_gates([cell.key]) is None
-    assert draw_trajectories({"toy": [cell.key]}, tmp_path / "t", title="NA") == []
+    assert read_gates({"toy": [cell.run]}) == {}
+    assert draw_trajectories({"toy": [cell.run]}, tmp_path / "t", title="NA") == []
 
 
 def test_the_same_runs_give_the_same_picture(done, tmp_path):
-    runs = {"toy": [cell.key for cell in done if cell.arm == "gated_srp"]}
+    runs = {"toy": [cell.run for cell in done if cell.arm == "gated_srp"]}
     first = draw_trajectories(runs, tmp_path / "a", title="x")[0].read_bytes()
     assert first == draw_trajectories(runs, tmp_path / "b", title="x")[0].read_bytes()
 

@@ -386,10 +386,47 @@ def test_a_picture_of_scores_names_the_slide_the_file_and_the_column(tmp_path, s
     assert path.name == "s_tumour_stroma.png"
 
 
-def test_features_of_another_encoder_are_refused(tmp_path):
-    file = write_clam(tmp_path, "s", make_slide(1, width=9))
-    with pytest.raises(UserError, match="9 channels"):
-        view_slide(_run(tmp_path / "run")[0], file)
+TRAINED = {
+    "task": "classification",
+    "classes": ["benign", "tumour"],
+    "encoder": "uni_v2",
+    "stride": [{"value": 512.0, "unit": "px", "um": 128.0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "forced"),
+    [
+        ("stride", {"overlap": 64}, True),
+        ("encoder", {"encoder": "conch_v1"}, False),
+        ("encoder", {"encoder": "my_own_encoder"}, True),
+        ("width", {"width": 9}, False),
+    ],
+)
+def test_heatmap_and_explain_refuse_what_predict_refuses(tmp_path, what, settings, forced):
+    """With the same words, and with ``force`` they go on where predict does."""
+    run, _ = _run(tmp_path / "run", **TRAINED)
+    slide = make_slide(1, width=settings.pop("width", 12))
+    file = write_trident(tmp_path, "s", slide, **settings)
+    asked = {
+        "predict": lambda **more: gated_srp.predict(run, [file], workers=0, **more),
+        "heatmap": lambda **more: gated_srp.heatmap(run, file, out=tmp_path / "h", **more),
+        "explain": lambda **more: gated_srp.explain(run, file, out=tmp_path / "e", **more),
+    }
+    refused = {}
+    for name, ask in asked.items():
+        with pytest.raises(UserError, match=f"{what}: ") as error:
+            ask()
+        refused[name] = error.value
+        if not forced:
+            with pytest.raises(UserError, match=f"{what}: "):
+                ask(force=True)
+    assert str(refused["heatmap"]) == str(refused["explain"]) and str(refused["heatmap"]) in str(refused["predict"])
+    assert not (tmp_path / "h").exists() and not (tmp_path / "e").exists()
+    if forced:
+        asked["predict"](force=True)
+        assert what in [note.kind for note in asked["heatmap"](force=True).warnings]
+        assert what in [note.kind for note in asked["explain"](force=True).notes]
 
 
 def test_a_map_without_any_finite_value_is_refused_and_leaves_nothing(tmp_path):

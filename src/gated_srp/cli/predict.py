@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gated_srp.errors import Note
     from gated_srp.training.evaluate import Evaluation
 
-_FORCE = "Go on with another stride, or an encoder's name that we do not know, than in training."
+FORCE = "Go on with another stride, or an encoder's name that we do not know, than in training."
 
 
 def predict(
@@ -26,7 +26,7 @@ def predict(
     coords_key: Annotated[str | None, typer.Option(help="Name of the position array, where it is unusual.")] = None,
     stride: Annotated[float | None, typer.Option(help="Distance of patches, where the file's is wrong.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read ahead.")] = 1,
-    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
     """Predict slides without labels: calibrated probabilities, or risk and survival."""
     from gated_srp.cli.progress import show_progress
@@ -73,7 +73,7 @@ def evaluate(
     score: Annotated[str | None, typer.Option("--score", help="slide or case; as in training if not set.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often patients are resampled.")] = 1000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the resampling.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
     """Score a run on another labelled cohort, with intervals over resampled patients."""
     from gated_srp.cli.progress import show_progress

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from gated_srp.cli.predict import FORCE
 from gated_srp.cli.screen import LOG, say
 
 
@@ -95,6 +96,7 @@ def heatmap(
         list[str] | None, typer.Option("--export", help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
     ] = None,
     stride: Annotated[float | None, typer.Option(help="Distance between patches, where the file's is wrong.")] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pictures.")] = Path("heatmap"),
 ) -> None:
     """Show where a model looks on a slide and what its gates change: PNG, contact sheet, files for QuPath."""
@@ -113,9 +115,12 @@ def heatmap(
             wsi=wsi,
             export=export or (),
             stride=stride,
+            force=force,
             out=output,
             progress=progress,
         )
+    for note in found.warnings:
+        LOG.warning("%s", note)
     for note in found.left_out:
         LOG.warning("left out: %s", note)
     for path in found.written:
@@ -135,6 +140,7 @@ def explain(
     ] = None,
     magnification: Annotated[float, typer.Option("--magnification", "-m", help="Of the patches.")] = 20.0,
     mpp: Annotated[float | None, typer.Option("--mpp", help="Microns per pixel, where the slide does not say.")] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
     import gated_srp
@@ -150,7 +156,10 @@ def explain(
             size=size,
             magnification=magnification,
             mpp=mpp,
+            force=force,
             progress=progress,
         )
+    for note in found.notes:
+        LOG.warning("%s", note)
     for path in found.written:
         say(f"written: {path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from gated_srp.models import arm_title
-from gated_srp.reports.figures import COLOURS, STYLES, panels, save, tidy
+from gated_srp.reports.figures import COLOURS, STYLES, Runs, panels, save, tidy
 from gated_srp.reports.tables import short
-from gated_srp.study.cells import Cell
 from gated_srp.tasks import find_task
 from gated_srp.tasks.survival_metrics import FollowUp, risk_groups
+from gated_srp.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,26 +29,29 @@ _GROUPS = {"high": (COLOURS[4], "--", "high predicted risk"), "low": (COLOURS[0]
 Floats = NDArray[np.float64]
 
 
-def draw_curves(folder: Path, cells: Sequence[Cell], *, mark: str = "") -> list[Path]:
-    """Per cohort what its task has: survival curves, or ROC, precision-recall and reliability."""
+def draw_curves(folder: Path, cohort: str, rows: Runs, *, mark: str = "") -> list[Path]:
+    """The figures that a cohort's task has: survival curves, or ROC, precision-recall and reliability."""
+    settings = next(iter(rows.values()))[0].settings
+    draw = {"kaplan_meier": draw_kaplan_meier, "roc": draw_roc, "reliability": draw_reliability}
     written: list[Path] = []
-    for cohort in dict.fromkeys(cell.cohort for cell in cells):
-        own = [cell for cell in cells if cell.cohort == cohort]
-        rows = {row: [cell for cell in own if cell.row == row] for row in dict.fromkeys(cell.row for cell in own)}
-        draw = {"kaplan_meier": draw_kaplan_meier, "roc": draw_roc, "reliability": draw_reliability}
-        for figure in find_task(own[0].config.task).figures:
-            written += draw[figure](rows, folder / f"{figure}_{cohort}", cohort=cohort, mark=mark)
+    for figure in find_task(settings["task"]).figures:
+        written += draw[figure](rows, folder / f"{figure}_{cohort}", cohort=cohort, mark=mark)
     return written
+
+
+def _predictions(run: RunFolder) -> pd.DataFrame:
+    """Of the test set, at the level that scores."""
+    return run.predictions("test", run.settings["score"])
 
 
 # Survival ------------------------------------------------------------------------------------------------------------
 
 
-def draw_kaplan_meier(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+def draw_kaplan_meier(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
     """Test cases above and below the training cases' median risk; thin lines are seeds, p is the median of their log-rank tests."""
     figure, axes = panels(len(rows))
-    for axis, (row, cells) in zip(axes, rows.items(), strict=True):
-        p_values = [p for cell in cells if not math.isnan(p := _draw_groups(axis, cell))]
+    for axis, (row, runs) in zip(axes, rows.items(), strict=True):
+        p_values = [p for run in runs if not math.isnan(p := _draw_groups(axis, run))]
         test = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
         test += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
         tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{test}")
@@ -61,14 +64,11 @@ def draw_kaplan_meier(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, m
     return save(figure, stem, mark)
 
 
-def _draw_groups(axis: Axes, cell: Cell) -> float:
+def _draw_groups(axis: Axes, run: RunFolder) -> float:
     """Both curves of one run; the log-rank p, not a number where there is no test."""
-    from gated_srp.models.store import load_card
-
-    table = cell.predictions()
+    table = _predictions(run)
     cases = FollowUp.of(table["time"], table["event"])
-    median = load_card(cell.key / "model.safetensors")["median_risk"]
-    found = risk_groups(table["risk"].to_numpy(np.float64), cases, median)
+    found = risk_groups(table["risk"].to_numpy(np.float64), cases, run.card["median_risk"])
     for name, curve in found.curves.groupby("group"):
         colour, style, _ = _GROUPS[str(name)]
         line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "alpha": 0.6}
@@ -79,11 +79,11 @@ def _draw_groups(axis: Axes, cell: Cell) -> float:
 # Classification ------------------------------------------------------------------------------------------------------
 
 
-def draw_roc(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+def draw_roc(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
     """One-vs-rest curves, mean over classes and seeds, band of one standard deviation over seeds."""
     figure, (left, right) = panels(2, width=4.2, height=3.8)
-    for place, (row, cells) in enumerate(rows.items()):
-        tables = [cell.predictions() for cell in cells]
+    for place, (row, runs) in enumerate(rows.items()):
+        tables = [_predictions(run) for run in runs]
         for axis, curve in ((left, roc), (right, precision_recall)):
             found = np.array([macro_curve(table, curve) for table in tables])  # (seeds, grid)
             _draw_band(axis, found, place, arm_title(row))
@@ -141,11 +141,11 @@ def _tensors(score: Floats, positive: NDArray[np.bool_]) -> tuple[torch.Tensor, 
     return torch.from_numpy(score), torch.from_numpy(positive.astype(np.int64))
 
 
-def draw_reliability(rows: dict[str, list[Cell]], stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+def draw_reliability(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
     """Accuracy of the predicted class by its confidence, test slides of all seeds together; bars say how many slides that is."""
     figure, axes = panels(len(rows))
-    for place, (axis, (row, cells)) in enumerate(zip(axes, rows.items(), strict=True)):
-        table = pd.concat([cell.predictions() for cell in cells], ignore_index=True)
+    for place, (axis, (row, runs)) in enumerate(zip(axes, rows.items(), strict=True)):
+        table = pd.concat([_predictions(run) for run in runs], ignore_index=True)
         probability = table[[name for name in table if str(name).startswith("prob_")]].to_numpy(np.float64)
         confidence, right = probability.max(1), (table["predicted"] == table["label"]).to_numpy(bool)
         number = np.minimum((confidence * _BINS).astype(int), _BINS - 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gated_srp.data.files.containers import CONTAINERS
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
 from gated_srp.progress import Progress, silent
@@ -47,6 +47,7 @@ class Explanation:
     page: Path
     pictures: tuple[Path, ...]
     prediction: Prediction
+    notes: tuple[Note, ...] = ()  # about the features
 
     @property
     def written(self) -> list[Path]:
@@ -67,6 +68,7 @@ def explain(
     size: int | None = None,
     magnification: float = 20.0,
     mpp: float | None = None,
+    force: bool = False,
     progress: Progress = silent,
 ) -> Explanation:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it.
@@ -80,6 +82,7 @@ def explain(
         size: pixels of a patch; the encoder's own if not set.
         magnification: of the patches.
         mpp: microns per pixel, where the slide does not say.
+        force: as in `predict`: go on with another stride, or an encoder's name that we do not know, than in training.
         progress: called with the stage ``patches`` while features are extracted.
 
     Returns:
@@ -91,7 +94,7 @@ def explain(
     """
     run, slide, out = Path(run), Path(slide), Path(out)
     if slide.suffix.lower() in CONTAINERS:
-        return explain_file(run, slide, out)
+        return explain_file(run, slide, out, force=force)
     outcome = extract(
         [slide],
         out / "features",
@@ -107,15 +110,15 @@ def explain(
     if outcome.empty:
         cure = f"Look at the preview: {outcome.previews / f'{slide.stem}.jpg'}"
         raise UserError("no tissue was found", where=slide, cure=cure, kind="no_tissue")
-    return explain_file(run, outcome.folder / f"{slide.stem}.h5", out, image=slide)
+    return explain_file(run, outcome.folder / f"{slide.stem}.h5", out, image=slide, force=force)
 
 
-def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None) -> Explanation:
+def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None, force: bool = False) -> Explanation:
     """As `explain`, of a feature file; ``image``: the slide image, if it is not the one that the file names."""
     from jinja2 import Environment, PackageLoader
 
-    view = view_slide(run, file)
-    prediction = predict_in_words(run, file)
+    view = view_slide(run, file, force=force)
+    prediction = predict_in_words(run, file, force=force)
     sections, written = _sections(view, file, out, image)
     page = Environment(loader=PackageLoader("gated_srp.reports"), autoescape=True).get_template("explain.html.j2")
     content = page.render(
@@ -127,7 +130,7 @@ def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None)
     )
     target = out / f"{file.stem}.html"
     write_whole(target, content)
-    return Explanation(target, tuple(written), prediction)
+    return Explanation(target, tuple(written), prediction, view.warnings)
 
 
 def _encoder_of(run: Path) -> str:
@@ -138,10 +141,10 @@ def _encoder_of(run: Path) -> str:
     return str(name)
 
 
-def predict_in_words(run: Path, file: Path) -> Prediction:
-    """A model without a task, or a file that does not fit, gives a reason instead of a prediction."""
+def predict_in_words(run: Path, file: Path, *, force: bool = False) -> Prediction:
+    """A model without a task gives a reason instead of a prediction."""
     try:
-        found = predict(run, [file], workers=0)
+        found = predict(run, [file], workers=0, force=force)
     except UserError as error:
         return Prediction({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]

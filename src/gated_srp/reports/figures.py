@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from gated_srp.models import METHOD, arm_title
 from gated_srp.reports.tables import metric_name, short, tone_colour
 from gated_srp.study.cells import Cell
 from gated_srp.study.results import Comparison
+from gated_srp.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+Runs = dict[str, list[RunFolder]]  # by cohort, or by row of a table: one run per seed
 _REGIMES = {
     "share_anti": ("adds (β ≤ −0.5)", "#D55E00", "xx"),
     "share_identity": ("leaves (around 0)", "#DDDDDD", ""),
@@ -82,38 +84,38 @@ def draw_comparison(
 
     done = [cell for cell in cells if cell.run.finished]
     written = draw_pairs(results, comparison, folder / "paired", mark=mark)
-    for row in dict.fromkeys(cell.row for cell in done):
-        runs: dict[str, list[Path]] = {}
-        for cell in done:
-            if cell.row == row:
-                runs.setdefault(cell.cohort, []).append(cell.key)
-        if any(read_gates(paths) is not None for paths in runs.values()):
-            suffix = "" if row == METHOD else "_" + re.sub(r"[^\w-]+", "_", row).strip("_")
-            written += draw_trajectories(runs, folder / f"trajectories{suffix}", title=arm_title(row), mark=mark)
-            written += draw_regimes(runs, folder / f"regimes{suffix}", title=arm_title(row), mark=mark)
-    return written + draw_curves(folder, done, mark=mark)
+    by_row: dict[str, Runs] = {}
+    by_cohort: dict[str, Runs] = {}
+    for cell in done:
+        by_row.setdefault(cell.row, {}).setdefault(cell.cohort, []).append(cell.run)
+        by_cohort.setdefault(cell.cohort, {}).setdefault(cell.row, []).append(cell.run)
+    for row, runs in by_row.items():
+        suffix = "" if row == METHOD else "_" + re.sub(r"[^\w-]+", "_", row).strip("_")
+        written += draw_trajectories(runs, folder / f"trajectories{suffix}", title=arm_title(row), mark=mark)
+        written += draw_regimes(runs, folder / f"regimes{suffix}", title=arm_title(row), mark=mark)
+    for cohort, runs in by_cohort.items():
+        written += draw_curves(folder, cohort, runs, mark=mark)
+    return written
 
 
 # Gates ---------------------------------------------------------------------------------------------------------------
 
 
-def read_gates(runs: Iterable[Path]) -> pd.DataFrame | None:
-    """gates.csv of several seeds with a column ``run``; None where no run has gates."""
-    tables = []
-    for number, run in enumerate(runs):
-        path = run / "gates.csv"
-        if path.is_file():
-            table = pd.read_csv(path)
-            if len(table):
-                tables.append(table.assign(run=number))
-    return pd.concat(tables, ignore_index=True) if tables else None
+def read_gates(runs: Runs) -> dict[str, pd.DataFrame]:
+    """By cohort the gates of its seeds, with a column ``run``; cohorts without gates are left out."""
+    found = {}
+    for cohort, folders in runs.items():
+        tables = [gates.assign(run=number) for number, run in enumerate(folders) if len(gates := run.gates)]
+        if tables:
+            found[cohort] = pd.concat(tables, ignore_index=True)
+    return found
 
 
-def draw_trajectories(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, mark: str = "") -> list[Path]:
+def draw_trajectories(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[Path]:
     """Mean beta of each gated layer by epoch: mean over seeds, band of one standard deviation; one panel per cohort."""
     from matplotlib.ticker import MaxNLocator
 
-    found = {cohort: gates for cohort, paths in runs.items() if (gates := read_gates(paths)) is not None}
+    found = read_gates(runs)
     if not found:
         return []
     figure, axes = panels(len(found))
@@ -136,9 +138,9 @@ def draw_trajectories(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: 
     return save(figure, stem, mark)
 
 
-def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, mark: str = "") -> list[Path]:
+def draw_regimes(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[Path]:
     """Share of heads and patches in each regime in the last epoch, mean over seeds; one bar per layer."""
-    found = {cohort: gates for cohort, paths in runs.items() if (gates := read_gates(paths)) is not None}
+    found = read_gates(runs)
     if not found:
         return []
     figure, axes = panels(len(found))
@@ -166,12 +168,11 @@ def draw_regimes(runs: Mapping[str, Sequence[Path]], stem: Path, *, title: str, 
     return save(figure, stem, mark)
 
 
-def draw_history(run: Path, stem: Path, *, title: str) -> list[Path]:
+def draw_history(run: RunFolder, stem: Path, *, title: str) -> list[Path]:
     """Loss and every other metric of history.csv by epoch, one panel per metric; nothing where there is no history."""
     from matplotlib.ticker import MaxNLocator
 
-    path = run / "history.csv"
-    history = pd.read_csv(path) if path.is_file() else pd.DataFrame({"metric": []})
+    history = run.history
     metrics = list(dict.fromkeys(history["metric"]))[:8]
     if not metrics:
         return []

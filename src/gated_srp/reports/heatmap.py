@@ -43,10 +43,11 @@ class SlideHeatmap:
 
 @dataclass(frozen=True, eq=False)
 class Heatmaps:
-    """One `SlideHeatmap` per slide, and a note on each slide that was left out."""
+    """One `SlideHeatmap` per slide, a note on each slide that was left out, and warnings about the others."""
 
     slides: tuple[SlideHeatmap, ...]
     left_out: tuple[Note, ...] = ()
+    warnings: tuple[Note, ...] = ()
 
     @property
     def written(self) -> list[Path]:
@@ -68,6 +69,7 @@ def heatmap(
     wsi: str | Path | None = None,
     export: Sequence[str] = (),
     stride: float | None = None,
+    force: bool = False,
     out: str | Path = "heatmap",
     progress: Progress = silent,
 ) -> Heatmaps:
@@ -83,6 +85,7 @@ def heatmap(
         wsi: the slide image; the one that the feature file names, if it exists.
         export: also write geojson (QuPath), csv, parquet or h5.
         stride: distance between patches, where the file's is wrong.
+        force: as in `predict`: draw files with another stride, or an encoder's name that we do not know, than in training.
         out: folder of the pictures.
         progress: called after each slide.
 
@@ -107,17 +110,19 @@ def heatmap(
         )
     drawn: list[SlideHeatmap] = []
     left_out: list[Note] = []
+    warnings: dict[Note, None] = {}
     for number, file in enumerate(files, 1):
         try:
-            views = [view_slide(run, file, stride=stride, layer=layer) for run in paths]
+            views = [view_slide(run, file, stride=stride, layer=layer, force=force) for run in paths]
             drawn.append(draw_slide(views, file, Path(out), **shown))
+            warnings |= {note: None for view in views for note in view.warnings}
         except UserError as error:
             if len(files) == 1:
                 raise
             left_out.append(Note.of(error))
         if len(files) > 1:
             progress(Event("slides", number, len(files)))
-    return Heatmaps(tuple(drawn), tuple(left_out))
+    return Heatmaps(tuple(drawn), tuple(left_out), tuple(warnings))
 
 
 def feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:

@@ -3,27 +3,26 @@
 Shapes: N patches of the file, L patches that the model sees (a cap leaves some out), H heads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gated_srp.data.bag import BagHeader
-from gated_srp.data.files.formats import read_header
-from gated_srp.data.prepared import Preparation, PreparedBag, kept_rows, prepare
-from gated_srp.errors import UserError
-from gated_srp.models import load_card, load_model, model_file
+from gated_srp.data.loader import SlideBag
+from gated_srp.data.prepared import Preparation, kept_rows, open_header
+from gated_srp.errors import Note, UserError
+from gated_srp.models import model_file
 from gated_srp.models.differential import DifferentialAttention
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, trace
+from gated_srp.training.trained import TrainedRun, open_slide
 
-BAGS = ("order", "window", "lattice", "cap", "dtype")  # of a model's card: how its bags were made
 SCORES = (".csv", ".tsv")  # endings of tables with a user's own scores
 
 
@@ -73,6 +72,7 @@ class SlideView:
     trace_ungated: Callable[[], Sequence[LayerTrace]] | None  # None: the model has no gates
     homogeneity: np.ndarray  # (L,)
     signed: tuple[bool, ...]  # layers whose attention is a difference of two
+    warnings: tuple[Note, ...]  # about the file
 
     @cached_property
     def ungated(self) -> Sequence[LayerTrace] | None:
@@ -80,28 +80,28 @@ class SlideView:
         return None if self.trace_ungated is None else self.trace_ungated()
 
 
-def view_slide(run: Path, file: Path, *, stride: float | None = None, layer: int | None = None) -> SlideView:
+def view_slide(
+    run: Path, file: Path, *, stride: float | None = None, layer: int | None = None, force: bool = False
+) -> SlideView:
     """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows.
 
+    A file that does not fit the model is refused as `gated_srp.predict` does, and ``force`` means the same.
     ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
     """
-    path = model_file(run)
-    card = load_card(path)
-    if "images" in card:
+    trained = TrainedRun.open(run)
+    if trained.images is not None:
         raise UserError(
             "a model of images; maps are drawn of slides",
             where=run,
             cure="`gated_srp.trace` returns its attention and beta per patch, in Python.",
         )
-    bag, patches = open_patches(file, card, stride=stride)
-    width = card["settings"]["in_dim"]
-    if bag.features.shape[1] != width:
-        raise UserError(
-            f"{bag.features.shape[1]} channels, but {run} was trained on {width} of {card.get('encoder') or 'its encoder'}",
-            where=file,
-            cure="Point at features of the same encoder.",
-        )
-    model: nn.Module = load_model(path)
+    reading = Preparation(stride=stride)
+    bag = open_slide(trained, file, reading=reading, force=force)
+    settings = trained.preparation(reading)
+    header = open_header(file, settings)
+    rows = kept_rows(header.coords, settings)
+    patches = Patches.of(header, None if rows is None else rows.numpy())
+    model: nn.Module = trained.load()
     traced = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
     if layer is not None and layer > len(traced):
         raise UserError(f"{run} has layers 1 to {len(traced)}", where=f"layer {layer}")
@@ -110,26 +110,21 @@ def view_slide(run: Path, file: Path, *, stride: float | None = None, layer: int
     gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
     ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
-    return SlideView(_label(run, card), patches, layers, ungated, bag.graph.homogeneity.numpy(), signed)
+    label = f"{trained.card['settings'].get('arm', 'model')}, {model_file(run).resolve().parent.name}"
+    homogeneity = bag.graph.homogeneity.numpy()
+    warnings = tuple(
+        replace(n, where=n.where or (str(file),)) for n in bag.warnings if n.kind != "cap"
+    )  # as in training
+    return SlideView(label, patches, layers, ungated, homogeneity, signed, warnings)
 
 
-def open_patches(file: Path, card: Mapping[str, Any], *, stride: float | None = None) -> tuple[PreparedBag, Patches]:
-    """The bag as the model of a card sees it, and where its patches lie."""
-    made = {key: card[key] for key in BAGS if key in card}
-    settings = replace(Preparation(), **made, encoder=card.get("encoder"), stride=stride)
-    bag = prepare(file, settings)
-    header = read_header(file, **settings.reading)
-    rows = kept_rows(header.coords, settings)
-    return bag, Patches.of(header, None if rows is None else rows.numpy())
-
-
-def _trace(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
+def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
     with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
         model(bag.features[None], bag.graph)
     return seen
 
 
-def _trace_ungated(model: nn.Module, bag: PreparedBag, mapped: int) -> Sequence[LayerTrace]:
+def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
     with _without_corrections(model):
         return _trace(model, bag, mapped)
 
@@ -145,13 +140,6 @@ def _without_corrections(model: nn.Module) -> Iterator[None]:
     finally:
         for module, correction in held:
             module.correction = correction
-
-
-def _label(run: Path, card: Mapping[str, Any]) -> str:
-    """The arm and the run's folder."""
-    arm = str(card["settings"].get("arm", "model"))
-    folder = run.resolve().name if run.is_dir() else run.resolve().parent.name
-    return f"{arm}, {folder}"
 
 
 # Maps of a view -------------------------------------------------------------------------------------------------------

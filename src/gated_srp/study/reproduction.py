@@ -198,9 +198,8 @@ def write_study(
         files = draw_signed_gate(folder / "signed_gate")
     elif study.kind == "trajectories":
         for name, cohorts in study.panels.items():
-            runs = {c: [cell.key for cell in cells if cell.cohort == c and cell.run.finished] for c in cohorts}
-            present = {cohort: paths for cohort, paths in runs.items() if paths}
-            files += draw_trajectories(present, folder / f"trajectories_{name}", title=study.rows[0].name)
+            runs = {c: [cell.run for cell in cells if cell.cohort == c and cell.run.finished] for c in cohorts}
+            files += draw_trajectories(runs, folder / f"trajectories_{name}", title=study.rows[0].name)
     elif study.kind == "claims":
         table = judge_claims(
             read_claims(studies_folder() / f"{study.name}.yaml"),

@@ -149,7 +149,7 @@ def _title(contents: Contents) -> str:
 
 def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iterator[dict[str, str]]:
     """On the metric that selects the epoch; the others are in the tables."""
-    selecting = {run.cohort: run.metrics.get("select") for run in runs}
+    selecting = {run.cohort: run.results.get("select") for run in runs}
     for study in studies:
         rows = all_rows(study)
         first: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> It
 
 
 def _result(run: FinishedRun) -> dict[str, str]:
-    metric = str(run.metrics.get("select"))
+    metric = str(run.results.get("select"))
     value = run.scores.get(metric)
     result = "is not defined on its test set" if value is None else f"{value:.4f} on the test set"
     words = f"{metric_name(metric)} {result}. One run: it says how this model does, not whether its method is better."
@@ -192,13 +192,13 @@ def _commands(contents: Contents) -> Iterator[str]:
         for name in study.cohorts:
             cohorts.pop(name, None)
     for name, runs in cohorts.items():
-        seeds = sorted({str(run.metrics.get("seed")) for run in runs})
+        seeds = sorted({str(run.results.get("seed")) for run in runs})
         yield f"# settings of {name}: below, saved as cohort.yaml"
         if name in compared:
             arms = ",".join(dict.fromkeys(run.arm for run in runs))
             yield f"gated-srp compare cohort.yaml --arms {arms} --seeds {','.join(seeds)}"
         else:
-            yield from (f"gated-srp train cohort.yaml --arm {run.arm} --seed {run.metrics.get('seed')}" for run in runs)
+            yield from (f"gated-srp train cohort.yaml --arm {run.arm} --seed {run.results.get('seed')}" for run in runs)
 
 
 def _configs(runs: Sequence[FinishedRun]) -> list[tuple[str, str]]:
@@ -254,11 +254,10 @@ def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
     for place, run in enumerate(runs):
         name = f"{run_name(run)}, seed {run.unit}"
         with tempfile.TemporaryDirectory() as folder:
-            home, of = Path(folder), {run.cohort: [run.path]}
-            drawn = [*draw_history(run.path, home / "history", title=name)]
+            home, of = Path(folder), {run.cohort: [run.folder]}
+            drawn = draw_history(run.folder, home / "history", title=name)
             drawn += draw_trajectories(of, home / "trajectories", title=name)
             drawn += draw_regimes(of, home / "regimes", title=name)
-            cell = run.cell()
-            drawn += draw_curves(home, [cell]) if cell is not None else []
+            drawn += draw_curves(home, run.cohort, {run.arm: [run.folder]})
             found += _drawn([path for path in drawn if path.suffix == ".svg"], f"r{place}-")
     return found

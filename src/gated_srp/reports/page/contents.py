@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -13,30 +14,32 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
-from pydantic import ValidationError
 
-from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
-from gated_srp.study.cells import Cell, read_predictions
+from gated_srp.training.folder import RunFolder
 
 _ABOUT = 20_000  # characters of about.txt that are shown
+_STUDY = {"comparison.json", "reproduction.csv"}
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run, read from its folder wherever that was moved."""
+    """A finished run, read from its folder wherever that was moved; ``results`` is its metrics.json."""
 
-    path: Path
-    metrics: dict[str, Any]
+    folder: RunFolder
+    results: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
 
     @property
     def cohort(self) -> str:
-        return str(self.metrics.get("cohort", self.path.parent.parent.name))
+        return str(self.results.get("cohort", self.path.parent.parent.name))
 
     @property
     def arm(self) -> str:
-        return str(self.metrics.get("arm", self.path.parent.name))
+        return str(self.results.get("arm", self.path.parent.name))
 
     @property
     def unit(self) -> str:
@@ -44,29 +47,21 @@ class FinishedRun:
 
     @property
     def scores(self) -> dict[str, Any]:
-        """Metrics of the test set at the level that scores."""
-        return dict((self.metrics.get("test") or {}).get(self.metrics.get("score")) or {})
-
-    @cached_property
-    def config_text(self) -> str:
-        return read_text(self.path / "config.yaml")
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        try:
-            found = yaml.safe_load(self.config_text)
-        except yaml.YAMLError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        """Metrics of the test set at the level that scores; None where one is not defined."""
+        return dict((self.results.get("test") or {}).get(self.results.get("score")) or {})
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        return read_json(self.path / "environment.json")
+        return self.folder.environment
 
-    @cached_property
+    @property
+    def config_text(self) -> str:
+        return _read_text(self.path / "config.yaml")
+
+    @property
     def model_hash(self) -> str:
         try:
-            with (self.path / "model.safetensors").open("rb") as file:
+            with self.folder.model.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
             return ""
@@ -74,21 +69,9 @@ class FinishedRun:
     def predictions(self) -> pd.DataFrame | None:
         """Of the test set at the level that scores."""
         try:
-            return read_predictions(self.path / f"predictions_test_{self.metrics.get('score', 'slide')}.csv")
+            return self.folder.predictions("test", self.results.get("score", "slide"))
         except UserError:
             return None
-
-    def cell(self) -> Cell | None:
-        """As figures need it; None where the folder was renamed so that they would not find it."""
-        try:
-            config = CohortConfig.model_validate(self.settings | {"out": self.path.absolute().parents[2]})
-        except (ValidationError, IndexError):
-            return None
-        seed, fold = self.metrics.get("seed"), self.metrics.get("fold", 0)
-        if not isinstance(seed, int) or not isinstance(fold, int):
-            return None
-        cell = Cell(self.arm, self.arm, seed, fold, config)
-        return cell if cell.key == self.path.absolute() else None
 
 
 @dataclass(frozen=True)
@@ -148,10 +131,7 @@ def read_contents(home: Path) -> Contents:
             where=home,
             cure="Point at what `gated-srp train`, `compare` or `reproduce` wrote.",
         )
-    return Contents(home, read_text(home / "about.txt")[:_ABOUT], studies, runs, checks, drawings, maps)
-
-
-_STUDY = {"comparison.json", "reproduction.csv"}
+    return Contents(home, _read_text(home / "about.txt")[:_ABOUT], studies, runs, checks, drawings, maps)
 
 
 def _files(home: Path) -> Iterator[Path]:
@@ -173,24 +153,22 @@ def _beside(home: Path, studies: tuple[StudyFolder, ...]) -> list[Path]:
 
 
 def _runs(files: list[Path]) -> tuple[FinishedRun, ...]:
-    paths = [path for path in files if path.name == "metrics.json"]
-    found = [FinishedRun(path.parent, metrics) for path in paths if "test" in (metrics := read_json(path))]
+    folders = [RunFolder(path.parent) for path in files if path.name == "metrics.json"]
+    found = [FinishedRun(folder, results) for folder in folders if "test" in (results := folder.results)]
     return tuple(sorted(found, key=lambda run: (run.cohort, run.arm, run.unit)))
 
 
 def _study(folder: Path) -> StudyFolder:
-    rows = tuple(read_rows(folder / "results.csv"))
-    return StudyFolder(
-        folder, read_json(folder / "comparison.json"), rows, tuple(read_rows(folder / "reproduction.csv"))
-    )
+    results, reproduction = (tuple(_read_rows(folder / f"{name}.csv")) for name in ("results", "reproduction"))
+    return StudyFolder(folder, _read_json(folder / "comparison.json"), results, reproduction)
 
 
 def _check(path: Path) -> dict[str, Any] | None:
-    found = read_json(path)
+    found = _read_json(path)
     return found if {"name", "must_fix", "summary", "findings"} <= set(found) else None
 
 
-def read_text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The text; empty where there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -198,20 +176,17 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """The content if that is a mapping; nothing where there is no such file; a torn file is refused by name."""
-    if not path.is_file():
-        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         cure = "Write it again with the command that made it."
         raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
     return found if isinstance(found, dict) else {}
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        return [{str(key): str(value) for key, value in row.items()} for row in csv.DictReader(file)]
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """A CSV as it is written: texts."""
+    rows = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    return [{str(key): str(value) for key, value in row.items()} for row in rows]

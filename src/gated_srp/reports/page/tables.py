@@ -92,7 +92,7 @@ def run_metrics(runs: Sequence[FinishedRun]) -> HtmlTable:
     """Every run by itself, at the level that scores."""
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.scores))
     rows = [
-        (*_run_cells(run), cell(run.metrics.get("best_epoch")), *(cell(run.scores.get(metric)) for metric in metrics))
+        (*_run_cells(run), cell(run.results.get("best_epoch")), *(cell(run.scores.get(metric)) for metric in metrics))
         for run in runs
     ]
     heads = ("Cohort", "Arm", "Seed", "Best epoch", *map(metric_name, metrics))
@@ -104,7 +104,7 @@ def hashes(runs: Sequence[FinishedRun]) -> HtmlTable:
     rows = [
         (
             *_run_cells(run),
-            cell(str(run.metrics.get("split_hash") or "–")[:16]),
+            cell(str(run.results.get("split_hash") or "–")[:16]),
             cell(str(run.environment.get("slides_hash") or "–")[:16]),
             cell(run.model_hash[:16] or "–"),
         )
