@@ -140,7 +140,9 @@ def _register(base: str) -> None:
 def root(model: nn.Module) -> nn.Module | None:
     """The outermost transformers model inside ``model``; transformers is not imported for the question."""
     loaded = sys.modules.get("transformers.modeling_utils")
-    return loaded and next((module for module in model.modules() if isinstance(module, loaded.PreTrainedModel)), None)
+    if loaded is None:
+        return None
+    return next((module for module in model.modules() if isinstance(module, loaded.PreTrainedModel)), None)
 
 
 def find(model: nn.Module, trunk: nn.Module, grid: tuple[int, int] | None) -> Found:
