@@ -5,9 +5,9 @@ import torch
 from gated_srp_bench import textbook
 
 from gated_srp import PatchGraph, UserError
-from gated_srp.models.attention import DenseAttention, projections
+from gated_srp.models.attention import DenseAttention
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
-from gated_srp.models.nystrom import NystromAttention, landmarks, pinv, refined, segment_means
+from gated_srp.models.nystrom import NystromAttention, landmarks, pinv, segment_means
 
 GRAPH = PatchGraph.from_grid(1, 1)
 
@@ -35,20 +35,6 @@ def test_nystrom_without_gradients_works_through_chunks_of_rows_and_gives_the_sa
     with torch.no_grad():
         for ours, plain in zip(attention(x, graph), expected, strict=True):
             torch.testing.assert_close(ours, plain.detach(), atol=1e-6, rtol=1e-5)
-
-
-def test_projections_equal_slices_of_one_linear_layer_in_value_and_gradient():
-    x = torch.randn(2, 9, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(24, 8, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(2, 9, 24, dtype=torch.float64)
-    plain = torch.nn.functional.linear(x, weight, bias)
-    parts = projections(x, weight, bias, 8)
-    assert len(parts) == 3 and all(part.is_contiguous() for part in parts)
-    torch.testing.assert_close(torch.cat(parts, -1), plain)
-    ours = torch.autograd.grad(torch.cat(parts, -1), (x, weight, bias), upstream)
-    for a, b in zip(ours, torch.autograd.grad(plain, (x, weight, bias), upstream), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("build", [DenseAttention, NystromAttention, DifferentialAttention, DifferentialNystrom])
@@ -112,20 +98,6 @@ def test_pinv_inverts_well_conditioned_matrices_and_scales_each_bag_by_itself():
     torch.testing.assert_close(pinv(a) @ a, torch.eye(5).expand(2, 3, 5, 5), atol=1e-3, rtol=0)
     torch.testing.assert_close(pinv(a)[:1], pinv(a[:1]))
     assert pinv(a.double()).dtype == torch.float32
-
-
-def test_refining_is_six_times_the_formula_with_its_gradients():
-    draw = torch.Generator().manual_seed(0)
-    a = torch.rand(2, 4, 4, generator=draw, dtype=torch.float64).softmax(-1).requires_grad_()
-    start = (a.detach().transpose(1, 2) / 2).requires_grad_()
-    z, eye = start, torch.eye(4, dtype=torch.float64)
-    for _ in range(6):
-        z = 0.25 * z @ (13 * eye - a @ z @ (15 * eye - a @ z @ (7 * eye - a @ z)))
-    torch.testing.assert_close(refined(a, start), z)
-    weight = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 4, 4)
-    found, expected = (torch.autograd.grad((r * weight).sum(), (a, start)) for r in (refined(a, start), z))
-    torch.testing.assert_close(found, expected)
-    assert torch.autograd.gradcheck(refined, (a, start))
 
 
 def test_pinv_stays_float32_under_autocast():

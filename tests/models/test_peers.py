@@ -11,9 +11,18 @@ from torch.nn import functional as F
 from gated_srp import PatchGraph, UserError, trace
 from gated_srp.models import ARMS, build_model, load_model, save_model
 from gated_srp.models.local import LocalAttention
-from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, counter_draws, smooth_svm, srp_abmil
+from gated_srp.models.peers import (
+    ABMIL,
+    CLAM,
+    DSMIL,
+    LinearProbe,
+    MeanPool,
+    TransMIL,
+    counter_draws,
+    smooth_svm,
+    srp_abmil,
+)
 from gated_srp.models.slide import initialise
-from gated_srp.models.transmil import TransMIL
 
 PEERS = ["local_attention", "mean_pool", "abmil", "srp_abmil", "dsmil", "clam_sb", "transmil", "linear_probe"]
 SMALL = {"in_dim": 10, "num_outputs": 3, "dim": 24, "num_heads": 4, "num_landmarks": 8, "hidden_dim": 8}

@@ -18,11 +18,9 @@ from gated_srp.models.block import Block, LastBlock
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
 from gated_srp.models.local import LocalAttention
 from gated_srp.models.nystrom import NystromAttention
-from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Peer, srp_abmil
+from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Peer, TransMIL, srp_abmil
 from gated_srp.models.position import PPEG
-from gated_srp.models.slide import SlideModel, SlideTransformer, initialise
-from gated_srp.models.transmil import TransMIL
-from gated_srp.models.vit import ImageTransformer
+from gated_srp.models.slide import ImageTransformer, SlideModel, SlideTransformer, initialise
 from gated_srp.srp import (
     Coefficient,
     Direction,

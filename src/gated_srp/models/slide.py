@@ -1,6 +1,6 @@
-"""The slide model: patch features and their graph in, logits out.
+"""The slide model and the image model: features of patches (or their pixels) and their graph in, logits out.
 
-Shapes: B batch, N patches, S side of the square, L = 1 + S * S rows (CLS first), C channels.
+Shapes: B batch, N patches, S side of the square, P side of a patch, L = 1 + S * S rows (CLS first), C channels.
 """
 
 import math
@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
 from gated_srp.models.adapter import Adapter
-from gated_srp.models.attention import Spare, product_dtype
-from gated_srp.models.block import Block, watched
+from gated_srp.models.block import Block
+from gated_srp.models.fast import one_pass
+from gated_srp.models.fast.inference import Scratch, embedded
 from gated_srp.models.position import PPEG
 from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.srp.coefficient import Coefficient
-from gated_srp.srp.projection import linear_into
 from gated_srp.streams import stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), targets -> a number
@@ -86,45 +86,29 @@ class SlideTransformer(SlideModel):
         self._check(features, graph)
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
-        # A hook may keep what a part took or gave: then no part writes where another one reads.
-        kept = torch.is_grad_enabled() or torch.compiler.is_compiling() or watched(self.ppeg, *self.blocks)
-        spare = None if kept else Spare()
-        x, rows = self.tokens(features, graph, spare)
+        scratch = Scratch() if one_pass(self.ppeg, *self.blocks) else None
+        x, rows = self.tokens(features, graph, scratch)
         for number, block in enumerate(self.blocks):
             scale = None if keep is None else keep[number]
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rows, scale, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rows, scale, spare=spare)
+                x = block(x, rows, scale, scratch=scratch)
             if number == 0 and self.ppeg is not None:
-                x = self.ppeg(x) if spare is None else self.ppeg.overwrite(x)
+                x = self.ppeg(x, overwrite=scratch is not None)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
 
-    def tokens(self, features: Tensor, graph: PatchGraph, spare: Spare | None = None) -> tuple[Tensor, PatchGraph]:
+    def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
         """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
         patches = features.shape[1]
         missing = 0 if self.ppeg is None else math.ceil(math.sqrt(patches)) ** 2 - patches
         graph = graph.with_isolated(before=1, after=missing)
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or watched(self.in_proj)):
-            return self._tokens_in_place(features, missing, spare), graph
+        if one_pass(self.in_proj):
+            return embedded(features, self.in_proj, self.cls_token, missing, scratch), graph
         x = self.in_proj(features.to(self.in_proj.weight.dtype))  # (B, N, C)
         first, rest = torch.split(x, [missing, patches - missing], dim=1)
         return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1), graph
-
-    def _tokens_in_place(self, features: Tensor, missing: int, spare: Spare | None) -> Tensor:
-        """`tokens` when no gradient is wanted: every row where it belongs, half-precision features widened a few rows at a time."""
-        layer, patches = self.in_proj, features.shape[1]
-        dtype = product_dtype(layer.weight)
-        weight, bias = layer.weight.to(dtype), layer.bias.to(dtype)
-        shape = len(features), 1 + patches + missing, len(bias)
-        x = features.new_empty(shape, dtype=dtype) if spare is None else spare.rows(features, shape, dtype)
-        x[:, :1] = self.cls_token
-        for bag, rows in zip(features, x[:, 1:], strict=True):
-            for part, out in zip(bag.split(8192), rows[:patches].split(8192), strict=True):
-                linear_into(out, part.to(dtype), weight, bias)
-        x[:, 1 + patches :] = x[:, 1 : 1 + missing]
-        return x
 
     def draw_keep(
         self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
@@ -144,6 +128,40 @@ class SlideTransformer(SlideModel):
             raise UserError(
                 f"graph: {graph.num_bags} bags and {graph.num_rows} rows for features {tuple(features.shape)}. Build the graph from the "
                 "coordinates of these patches alone (PatchGraph.from_coords); the model adds CLS and padding itself."
+            )
+
+
+class ImageTransformer(SlideTransformer):
+    """A `SlideTransformer` with a learned position for CLS and each of ``num_patches`` patches, and no square padding.
+
+    ``features`` (B, N, 3 * P * P) are the pixels of each patch, row by row, so the first linear layer is the convolution with P x P
+    kernels and stride P by which a ViT cuts and embeds an image. The gates' h_local comes from what enters the first block: patch
+    tokens with positions added, detached, image by image; that of the graph, of raw pixels, is not used. Images of one size fill a
+    batch: their graphs are one, from `PatchGraph.batch`.
+    """
+
+    images: ClassVar[bool] = True
+    torch_start: ClassVar[frozenset[str]] = frozenset({"in_proj"})  # as the release's convolution
+
+    def __init__(
+        self, in_dim: int, num_outputs: int, *, blocks: Sequence[Block], num_patches: int = 289, drop_path: float = 0.1
+    ) -> None:
+        super().__init__(in_dim, num_outputs, blocks=blocks, drop_path=drop_path)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + num_patches, self.in_proj.out_features))
+        self.gated = any(isinstance(module, SignedGate) for module in self.modules())
+
+    def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
+        x, rows = super().tokens(features, graph, scratch)
+        x = x + self.pos_embed.to(x.dtype)  # (B, L, C)
+        return x, rows.with_tokens(x.flatten(0, 1)) if self.gated else rows
+
+    def _check(self, features: Tensor, graph: PatchGraph) -> None:
+        super()._check(features, graph)
+        known = self.pos_embed.shape[1] - 1
+        if features.shape[1] != known or set(graph.lengths) != {known}:
+            raise UserError(
+                f"features: {features.shape[1]} patches, but the model has learned positions for {known}. It takes images of one "
+                "size, that of its training; slides need an arm without learned positions, such as gated_srp."
             )
 
 

@@ -1,1 +1,58 @@
-"""Fast forms of what the model classes compute plainly."""
+"""Fast forms of what the model classes write plainly, and the one place that says when they take over.
+
+`gradients`: parts of a block with hand-written backwards, in row chunks. `landmarks`: Nystrom attention in row chunks.
+`inference`: a prediction in one pass over the rows, in memory that the blocks share. Each equals the plain form (tests/models/test_fast.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_off = False
+
+
+@contextmanager
+def plain_forwards() -> Iterator[None]:
+    """Everything as the classes write it: to compare with, and for whoever doubts a fast form."""
+    global _off
+    before, _off = _off, True
+    try:
+        yield
+    finally:
+        _off = before
+
+
+def by_hand(*modules: nn.Module | None) -> bool:
+    """Whether a part runs by hand instead of through these modules: not for compilers, which fuse and derive by themselves, and
+    not where somebody has hooks on them."""
+    return not (_off or torch.compiler.is_compiling() or _watched(modules))
+
+
+def one_pass(*modules: nn.Module | None, x: Tensor | None = None, keep: Tensor | None = None) -> bool:
+    """Whether memory may be reused because no gradient is wanted and nobody sees what goes in and out of these modules.
+
+    A hook may keep what a module took or gave: then nothing is written over. ``x`` (B, L, C), ``keep``: what enters a block, which
+    takes its rows in one pass for one bag without drop path.
+    """
+    one_bag = keep is None and (x is None or len(x) == 1)
+    return one_bag and not torch.is_grad_enabled() and by_hand(*modules)
+
+
+def in_row_chunks(x: Tensor) -> bool:
+    """Whether the rows of x (B, L, C) meet landmarks in chunks that fit a processor's cache, not through two attention calls.
+
+    In half precision never: logits that a product rounds to it are too coarse for a softmax.
+    """
+    return x.device.type == "cpu" and len(x) == 1 and product_dtype(x).itemsize >= 4 and by_hand()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer computes in on rows like x: autocast's precision where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _watched(modules: tuple[nn.Module | None, ...]) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules if m is not None)

@@ -1,4 +1,4 @@
-"""Rows meet landmarks in logits alone: no queries and no keys, softmaxes over rows that come in chunks.
+"""Nystrom attention in row chunks: rows meet landmarks in logits alone, so that neither queries nor keys exist.
 
 Shapes: H heads, L rows of one bag, M landmarks, D head width, C = H * D channels.
 """
@@ -7,10 +7,25 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gated_srp.srp.projection import chunks, linear_into
+
+Marks = tuple[Tensor, Tensor]  # q~ and k~ of one bag, (H, M, D) each
+
+
+def nystrom_in_chunks(x: Tensor, qkv: nn.Linear, marks: Marks, inverse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """y of the first ``count`` rows of x (L, C), (count, H, D), and v of all, (L, C); ``inverse`` of softmax(q~ k~^T), (H, M, M)."""
+    to_keys, (wk, _), values = row_layers(qkv, marks)
+    return attend(x, inverse, wk, to_keys, values, count)
+
+
+def row_layers(qkv: nn.Linear, marks: Marks) -> list[tuple[Tensor, Tensor]]:
+    """Layers of rows: to the logits of their queries on k~, to those of q~ on their keys, to their values."""
+    queries, keys, values = zip(*(p.chunk(3) for p in (qkv.weight, qkv.bias)), strict=True)
+    q_marks, k_marks = marks
+    return [landmark_logits(k_marks, *queries), landmark_logits(q_marks, *keys), values]
 
 
 def landmark_logits(marks: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

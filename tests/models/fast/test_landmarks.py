@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from gated_srp.models.attention import split_heads
+from gated_srp.models.fast import in_row_chunks, plain_forwards
 from gated_srp.models.fast.landmarks import Gathered, attend, landmark_logits
-from gated_srp.models.nystrom import NystromAttention, nystrom, segment_means
+from gated_srp.models.nystrom import NystromAttention
 from gated_srp.srp import PatchGraph
 
 
@@ -40,20 +41,15 @@ def attention(rows):
     return layer, torch.randn(1, rows, 16, dtype=torch.float64, requires_grad=True)
 
 
-def by_two_calls(layer, x, queries):
-    q, k, v = layer.heads(x)
-    marks = layer._landmarks(segment_means(x, layer.num_landmarks))
-    return nystrom(q[:, :, :queries], k, v, *marks), v
-
-
 @pytest.mark.parametrize("rows", [5, 64, 2500])  # fewer than landmarks, one chunk, three
 @pytest.mark.parametrize("first", [False, True])
 def test_forward_and_gradients_equal_those_of_two_attention_calls(rows, first):
     layer, x = attention(rows)
     graph = PatchGraph.from_grid(1, rows)
-    y, v = layer.first_row(x, graph) if first else layer(x, graph)
-    plain_y, plain_v = by_two_calls(layer, x, 1 if first else rows)
-    plain_v = plain_v[:, :, : v.shape[2]]
+    run = layer.first_row if first else layer
+    y, v = run(x, graph)
+    with plain_forwards():
+        plain_y, plain_v = run(x, graph)
     torch.testing.assert_close(y, plain_y, atol=1e-6, rtol=1e-6)  # pinv is float32
     torch.testing.assert_close(v, plain_v)
     weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
@@ -92,11 +88,12 @@ def test_every_gradient_of_attend_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(run, arguments)
 
 
-def test_half_precision_and_batches_keep_the_attention_calls():
-    layer, x = attention(20)
-    assert layer._in_chunks(x) and not layer._in_chunks(torch.cat([x, x]))
+def test_half_precision_batches_and_accelerators_keep_the_attention_calls():
+    x = torch.zeros(1, 20, 16)
+    assert in_row_chunks(x) and not in_row_chunks(torch.cat([x, x]))
+    assert not in_row_chunks(x.to("meta"))  # nor does an accelerator
     with torch.autocast("cpu", torch.bfloat16):
-        assert not layer.float()._in_chunks(x.float())
+        assert not in_row_chunks(x.float())
 
 
 def test_logits_of_any_size_stay_finite():

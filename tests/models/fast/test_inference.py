@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from gated_srp.models import build_model
-from gated_srp.models.attention import Spare
+from gated_srp.models.fast import one_pass, plain_forwards
+from gated_srp.models.fast.inference import Scratch
 from gated_srp.srp import PatchGraph, trace
 
 ARMS = [
@@ -40,11 +41,23 @@ def trained(arm):
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_logits_equal_those_of_the_plain_forward(arm, slide):
+def test_logits_and_gradients_equal_those_of_the_plain_forward(arm, slide):
     model = trained(arm)
-    plain = model(*slide).detach()
+    weights = list(model.parameters())
+
+    def gradients(logits):
+        return torch.autograd.grad(logits.square().sum(), weights, allow_unused=True)
+
+    with plain_forwards():
+        plain = model(*slide)
+        expected = gradients(plain)
+    logits = model(*slide)
+    torch.testing.assert_close(logits, plain, atol=1e-6, rtol=1e-6)  # pinv is float32
+    for ours, theirs in zip(gradients(logits), expected, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(model(*slide), plain, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(model(*slide), logits.detach(), atol=1e-9, rtol=1e-9)
 
 
 def test_a_trace_sees_the_gates_of_all_rows(slide):
@@ -67,7 +80,7 @@ def test_a_block_leaves_its_input_alone_unless_its_memory_is_lent(slide):
         kept = x.clone()
         expected = block(x, graph)
         assert torch.equal(x, kept)
-        result = block(x, graph, spare=Spare())
+        result = block(x, graph, scratch=Scratch())
     assert result is x and torch.equal(x, expected)
 
 
@@ -97,3 +110,31 @@ def test_half_precision_by_rows_equals_half_precision_at_once(slide):
         plain = model(features, graph).detach()
         with torch.no_grad():
             torch.testing.assert_close(model(features, graph), plain, atol=0.05, rtol=0.05)
+
+
+def test_one_place_says_when_a_prediction_passes_in_one_go():
+    watched, x = torch.nn.Linear(2, 2), torch.zeros(1, 3, 2)
+    assert not one_pass(x=x)  # a gradient is wanted
+    with torch.no_grad():
+        assert one_pass(watched, None, x=x)
+        assert not one_pass(x=torch.cat([x, x]))  # several bags
+        assert not one_pass(x=x, keep=torch.ones(2, 1))  # drop path
+        with plain_forwards():
+            assert not one_pass(x=x)
+        handle = watched.register_forward_pre_hook(lambda *_: None)
+        assert not one_pass(watched, x=x)
+        handle.remove()
+        assert one_pass(watched, x=x)
+
+
+@pytest.mark.parametrize("name", ["mlp.fc1", "mlp.fc2", "attn.proj"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_whoever_hooks_a_linear_layer_sees_what_it_gave(name, grad, slide):
+    model, kept = trained("gated_srp"), []
+    layer = model.blocks[1].get_submodule(name)
+    layer.register_forward_hook(lambda module, args, output: kept.append((args[0], output)))
+    with torch.set_grad_enabled(grad):
+        model(*slide)
+    ((rows, given),) = kept
+    with torch.no_grad():
+        torch.testing.assert_close(given, torch.nn.functional.linear(rows, layer.weight, layer.bias))
