@@ -5,18 +5,20 @@ Shapes: L patches, h and w rows and columns of the canvas.
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole
 from gated_srp.reports.maps import Patches, PatchMap
 from gated_srp.slides.reader import SlideImage, SlideInfo
+from gated_srp.srp.coefficient import regimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,13 +29,7 @@ _DPI = 160
 _OPACITY = 0.55
 _TILE = 144  # pixels of a tile on a contact sheet
 _CAPTION = 16
-# The paper's regimes of beta.
-REGIMES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "amplifies": lambda beta: beta <= -0.5,
-    "leaves as is": lambda beta: (beta > -0.5) & (beta < 0.5),
-    "projects out": lambda beta: (beta >= 0.5) & (beta <= 1.5),
-    "reflects": lambda beta: beta > 1.5,
-}
+_REGIMES = ("amplifies", "leaves as is", "projects out", "reflects")  # in the order of `srp.coefficient.regimes`
 
 
 # Where: rectangles of a slide as pixels of a picture ------------------------------------------------------------------
@@ -206,8 +202,8 @@ def regime_shares(values: np.ndarray) -> str:
     >>> regime_shares(np.array([-0.7, 0.0, 0.1, 0.9]))
     'amplifies 25 %, leaves as is 50 %, projects out 25 %, reflects 0 %'
     """
-    known = values[np.isfinite(values)]
-    parts = [f"{name} {inside(known).mean():.0%}" for name, inside in REGIMES.items()]
+    masks = regimes(torch.from_numpy(values[np.isfinite(values)])).values()
+    parts = [f"{name} {mask.double().mean():.0%}" for name, mask in zip(_REGIMES, masks, strict=True)]
     return ", ".join(parts).replace("%", " %")
 
 

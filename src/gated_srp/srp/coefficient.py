@@ -19,6 +19,20 @@ Bound = Callable[[Tensor, float], Tensor]
 Initialiser = Callable[[Tensor, torch.Generator | None], object]
 
 
+def regimes(beta: Tensor) -> dict[str, Tensor]:
+    """What beta does to the common component, as a mask per regime: amplify, leave, project out, reflect.
+
+    >>> {name: mask.tolist().index(True) for name, mask in regimes(torch.tensor([-0.5, 0.0, 0.5, 2.0])).items()}
+    {'anti': 0, 'identity': 1, 'projection': 2, 'reflection': 3}
+    """
+    return {
+        "anti": beta <= -0.5,
+        "identity": (beta > -0.5) & (beta < 0.5),
+        "projection": (beta >= 0.5) & (beta <= 1.5),
+        "reflection": beta > 1.5,
+    }
+
+
 def signed(logit: Tensor, delta: float) -> Tensor:
     """Eq. 7: beta = delta tanh(logit), in (-delta, delta)."""
     return delta * torch.tanh(logit)

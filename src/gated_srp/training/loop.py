@@ -22,7 +22,7 @@ from gated_srp.config.schema import TrainConfig
 from gated_srp.data.loader import BagLoader, SlideBag, together
 from gated_srp.errors import UserError
 from gated_srp.models.slide import SlideModel
-from gated_srp.srp import PatchGraph, SignedGate, range_free
+from gated_srp.srp import PatchGraph, SignedGate, range_free, regimes
 from gated_srp.streams import stream
 from gated_srp.tasks import Task
 from gated_srp.training.folder import Checkpoint, TrainingProgress
@@ -269,7 +269,6 @@ def _out_of_memory(bags: Sequence[SlideBag], settings: TrainConfig | None) -> Us
 
 # What the gates do --------------------------------------------------------------------------------------------------
 
-# Regimes: <= -0.5 adds to the common part, around 0 leaves it, 0.5 to 1.5 removes it, > 1.5 turns it round.
 STATISTICS = ("mean", "std", "share_anti", "share_identity", "share_projection", "share_reflection", "share_negative")
 COLUMNS = ("epoch", "layer", *STATISTICS, "mean_over_delta")
 
@@ -277,8 +276,7 @@ COLUMNS = ("epoch", "layer", *STATISTICS, "mean_over_delta")
 def summary(beta: Tensor) -> Tensor:
     """The `STATISTICS` of each bag's coefficients, (..., H, N) -> (..., 7), on their device."""
     beta = beta.detach().float().flatten(-2)  # (..., H * N)
-    parts = (beta <= -0.5, (beta > -0.5) & (beta < 0.5), (beta >= 0.5) & (beta <= 1.5), beta > 1.5, beta < 0)
-    shares = [part.float().mean(-1) for part in parts]
+    shares = [part.float().mean(-1) for part in (*regimes(beta).values(), beta < 0)]
     return torch.stack([beta.mean(-1), beta.std(-1, correction=0), *shares], -1)
 
 
