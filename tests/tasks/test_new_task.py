@@ -145,5 +145,5 @@ def test_an_installed_package_brings_a_task_by_an_entry_point(monkeypatch):
         assert find_task("regression") is Regression
     finally:
         TASKS.pop("regression")
-    with pytest.raises(gated_srp.UserError, match="no task is called 'regresion'.*survival.*regression"):
+    with pytest.raises(gated_srp.UserError, match=r"no task is called 'regresion'.*survival.*regression"):
         find_task("regresion")
