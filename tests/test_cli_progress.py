@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from gated_srp.cli.progress import counting, show_progress
+from gated_srp.cli.progress import show_progress
 from gated_srp.progress import Event
 
 
@@ -59,11 +59,3 @@ def test_a_terminal_has_bars_with_names_counts_and_texts():
         progress._bars.refresh()
     seen = console.export_text()
     assert all(word in seen for word in ("a.svs: 10 patches\n", "slides", "1/2", "b.svs", "5/10", "3/7", "loss 0.5"))
-
-
-def test_items_are_counted_for_functions_that_only_say_one_more(capsys):
-    with counting("files") as of:
-        step = of(2)
-        step(None)
-        step(None)
-    assert capsys.readouterr().err.splitlines() == ["files: 1 of 2", "files: 2 of 2"]

@@ -14,10 +14,10 @@ from gated_srp.reports.curves import precision_recall
 from gated_srp.reports.page.contents import read_contents
 from gated_srp.reports.study import reproduction_grid, write_comparison
 from gated_srp.reports.tables import tone_colour
-from gated_srp.study.cells import read_predictions
 from gated_srp.study.comparison import collect, compare_cells
 from gated_srp.study.paper import read_studies
 from gated_srp.study.reproduction import beside_published, reproduce
+from gated_srp.training.folder import read_predictions
 
 COLUMNS = ["cohort", "arm", "seed", "metric", "value"]
 

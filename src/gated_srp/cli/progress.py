@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -196,21 +196,3 @@ def _time_left(board: Board) -> str:
         return ""
     mean = sum(took) / len(took)
     return f"; about {spoken(mean * (todo + running / 2) / max(running, 1))} left"
-
-
-@contextmanager
-def counting(what: str) -> Iterator[Callable[[int], Callable[[object], None]]]:
-    """``with counting("files") as of: step = of(1000)``, then ``step(anything)`` once an item: for functions without `Progress`."""
-    with show_progress() as progress:
-
-        def of(total: int) -> Callable[[object], None]:
-            done = 0
-
-            def step(item: object) -> None:
-                nonlocal done
-                done += 1
-                progress(Event(what, done, total))
-
-            return step
-
-        yield of

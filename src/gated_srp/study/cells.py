@@ -75,22 +75,18 @@ class Cell:
     def settings(self) -> dict[str, Any]:
         return settings_of(self.config, arm=self.arm, seed=self.seed)
 
-    def metrics(self, part: str = "test") -> dict[str, float | None]:
-        """Of a finished run, at the level that scores (slide or case); None: undefined."""
-        found: dict[str, Any] = self.run.read_json("metrics.json").get(part) or {}
-        return found.get(self.config.score) or {}
+    def metrics(self, part: str = "test") -> dict[str, float]:
+        """Of a finished run, at the level that scores (slide or case)."""
+        return self.run.metrics(part, self.config.score)
 
     def predictions(self) -> pd.DataFrame:
         """Of the test set, at the level that scores."""
-        return read_predictions(self.key / f"predictions_test_{self.config.score}.csv")
+        return self.run.predictions("test", self.config.score)
 
     def epochs_done(self) -> int:
         """How far a run in progress has come."""
-        try:
-            with (self.key / "history.csv").open(encoding="utf-8") as file:
-                return max((int(line.split(",", 1)[0]) for line in file if line[:1].isdigit()), default=0)
-        except OSError:
-            return 0
+        done = self.run.history["epoch"]
+        return int(done.max()) if len(done) else 0
 
     def spec(self) -> dict[str, Any]:
         """Plain values for another process; `from_spec` reads them."""
@@ -206,23 +202,5 @@ def split_hash(cell: Cell) -> str | None:
     run = cell.run
     if not (run.finished or run.begun):
         return None
-    found = run.read_json("metrics.json" if run.finished else "environment.json").get("split_hash")
+    found = (run.results if run.finished else run.environment).get("split_hash")
     return None if found is None else str(found)
-
-
-_TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
-
-
-def read_predictions(path: str | Path) -> pd.DataFrame:
-    """A table of predictions: ids and class names stay text, and numbers are read to the last bit."""
-    try:
-        frame = pd.read_csv(path, dtype=_TEXT, keep_default_na=False, float_precision="round_trip")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot be read as predictions ({error})", where=path, cure="Run `gated-srp predict` again."
-        ) from None
-    if "case" not in frame:
-        raise UserError(
-            "no column 'case', so patients cannot be resampled", where=path, cure="Run `gated-srp evaluate` again."
-        )
-    return frame

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +21,11 @@ from gated_srp.study.cells import (
     cohort_config,
     plan,
     quick_version,
-    read_predictions,
     refuse_unpaired,
 )
 from gated_srp.study.results import COLUMNS, LOWER_IS_BETTER, Comparison, compare_results, read_results
 from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap
+from gated_srp.training.folder import RunFolder, read_predictions
 
 if TYPE_CHECKING:
     from gated_srp.study.running import Cost, EngineName
@@ -172,7 +171,9 @@ def stats(
     """
     frame, notes = read_results(results)
     if ratio is None:
-        ratio = RATIO if runs is None else _mean_ratio(sorted(Path(runs).glob("*/*/seed*/split.csv")))
+        ratio = (
+            RATIO if runs is None else _mean_ratio(RunFolder(run).split for run in sorted(Path(runs).glob("*/*/seed*")))
+        )
     lower = LOWER_IS_BETTER | set(lower_is_better)
     found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
     if runs is None:
@@ -188,7 +189,7 @@ def collect(cells: Sequence[Cell]) -> pd.DataFrame:
     """Test metrics of the finished cells, at the level that scores: cohort, arm, seed, metric, value (missing: undefined)."""
     refuse_unpaired(cells)
     rows = [
-        (cell.cohort, cell.row, cell.unit, metric, math.nan if value is None else float(value))
+        (cell.cohort, cell.row, cell.unit, metric, value)
         for cell in cells
         if cell.run.finished
         for metric, value in cell.metrics().items()
@@ -228,19 +229,17 @@ def compare_cells(
 
 def split_ratio(cells: Sequence[Cell]) -> float:
     """Test over train in the cells' splits; the paper's if there is none."""
-    there: dict[tuple[str, str], Path] = {}
+    there: dict[tuple[str, str], pd.DataFrame] = {}
     for cell in cells:
-        if (cell.key / "split.csv").is_file():
-            there.setdefault((cell.cohort, cell.unit), cell.key / "split.csv")
+        at = (cell.cohort, cell.unit)
+        if at not in there and (split := cell.run.split) is not None:
+            there[at] = split
     return _mean_ratio(there.values())
 
 
-def _mean_ratio(splits: Iterable[Path]) -> float:
-    ratios = []
-    for path in splits:
-        parts = pd.read_csv(path, dtype=str, keep_default_na=False)["split"].value_counts()
-        if parts.get("train", 0):
-            ratios.append(parts.get("test", 0) / parts["train"])
+def _mean_ratio(splits: Iterable[pd.DataFrame | None]) -> float:
+    counts = [split["split"].value_counts() for split in splits if split is not None]
+    ratios = [parts.get("test", 0) / parts["train"] for parts in counts if parts.get("train", 0)]
     return float(sum(ratios) / len(ratios)) if ratios else RATIO
 
 

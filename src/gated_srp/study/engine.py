@@ -6,6 +6,7 @@ A worker runs one cell after the other, so that imports are paid once; when it c
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -94,10 +95,10 @@ class Board:
 def score(cell: Cell) -> str:
     """The test score of a finished cell by the metric that selects, e.g. ``c_index 0.7213``."""
     try:
-        value = cell.metrics().get(cell.config.metric)
+        value = cell.metrics().get(cell.config.metric, math.nan)
     except UserError:
-        value = None
-    return f"{cell.config.metric} –" if value is None else f"{cell.config.metric} {value:.4f}"
+        value = math.nan
+    return f"{cell.config.metric} –" if math.isnan(value) else f"{cell.config.metric} {value:.4f}"
 
 
 # Where ---------------------------------------------------------------------------------------------------------------

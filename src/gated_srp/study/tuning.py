@@ -157,9 +157,8 @@ def tuning_table(cells: Sequence[Cell]) -> pd.DataFrame:
     for cell in cells:
         if not cell.run.finished:
             continue
-        gate, best = cell.config.gate(cell.arm), cell.run.read_json("metrics.json").get("best_score")
-        values = (cell.metrics(part).get(cell.config.metric) for part in ("val", "test"))
-        val, test = (math.nan if value is None else float(value) for value in values)
+        gate, best = cell.config.gate(cell.arm), cell.run.results.get("best_score")
+        val, test = (cell.metrics(part).get(cell.config.metric, math.nan) for part in ("val", "test"))
         rows.append((cell.unit, gate.delta, gate.hidden_dim, best, val, test))
     return pd.DataFrame(rows, columns=["unit", "delta", "hidden_dim", "score", "validation", "test"])
 
