@@ -70,7 +70,7 @@ class Check:
             "name": self.name,
             "must_fix": not self.ok,
             "summary": self.facts,
-            "findings": [_severity_first(asdict(note)) for note in self.notes],
+            "findings": [_note_json(note) for note in self.notes],
             "files": [_file_json(file) for file in self.files],
         }
 
@@ -80,16 +80,19 @@ class Check:
         return f"<p><b>check of {escape(self.name)}</b>: {verdict}</p>{notes}"
 
 
-def _severity_first(note: dict[str, Any]) -> dict[str, Any]:
-    return {"severity": note.pop("level"), **note}  # the name it has in check.json
+def _note_json(note: Note) -> dict[str, Any]:
+    """With the names that check.json has had since version 0.1."""
+    return {"severity": note.level, "kind": note.kind, "what": note.what, "where": note.where, "cure": note.cure}
 
 
 def _file_json(file: FileFacts) -> dict[str, Any]:
-    problem = file.problem
-    own = {"path": str(file.path), "kind": problem and problem.kind}
-    own["message"] = joined(problem.what, cure=problem.cure) if problem else ""
-    plain = {key: value for key, value in asdict(file).items() if key not in ("path", "problem")}
-    return own | plain | {"warnings": [f"{note.kind}: {note}" for note in file.warnings]}
+    problem, plain = file.problem, asdict(file)
+    del plain["problem"]
+    plain |= {"path": str(file.path), "warnings": [f"{note.kind}: {note}" for note in file.warnings]}
+    return plain | {
+        "kind": problem and problem.kind,
+        "message": joined(problem.what, cure=problem.cure) if problem else "",
+    }
 
 
 def check(

@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from gated_srp.progress import spoken
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -157,11 +159,11 @@ def _cost(cost: dict[str, Any]) -> Iterator[tuple[str, str]]:
     machine = cost["machine"]
     yield (
         "one run",
-        f"roughly {_time(cost['run_seconds'])} ({cost['epochs']} epochs) and {_size(cost['run_bytes'])} of memory",
+        f"roughly {spoken(cost['run_seconds'])} ({cost['epochs']} epochs) and {_size(cost['run_bytes'])} of memory",
     )
     yield (
         "comparison",
-        f"{cost['runs']} runs one after another: roughly {_time(cost['comparison_seconds'])}; from the number of "
+        f"{cost['runs']} runs one after another: roughly {spoken(cost['comparison_seconds'])}; from the number of "
         f"patches and {machine['rate'] / 1e9:,.0f} billion operations per second, measured on {machine['name']}",
     )
 
@@ -181,10 +183,3 @@ def _size(count: float) -> str:
         if count >= power:
             return f"{count / power:.1f} {unit}"
     return f"{count / 1e3:.0f} kB"
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(1.0, seconds):.0f} seconds"

@@ -16,7 +16,7 @@ from typing import Any, Self
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from gated_srp.data.cache import BagCache
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
@@ -117,7 +117,7 @@ class BagLoader:
                 f"workers: {_SHARED} is too small to pass bags between processes, so slides are read one after the other. "
                 "Set `cache`, or enlarge it (docker: --shm-size 8g).",
             )
-        self._order = _Order()
+        self._order: list[tuple[int, Variation | None]] = []  # what the loader goes through, anew each epoch
         # A generator of its own: drawing the workers' seed from the global stream would tie results to their number.
         options: dict[str, Any] = {"persistent_workers": True, "worker_init_fn": _ignore_interrupt} if workers else {}
         self._loader = DataLoader(
@@ -140,7 +140,7 @@ class BagLoader:
 
     def epoch(self, order: Sequence[int], variation: Variation | None = None) -> Iterator[SlideBag]:
         """The bags of these rows, in this order; with a ``variation`` as that epoch of training sees them."""
-        self._order.indices = [(int(index), variation) for index in order]
+        self._order[:] = [(int(index), variation) for index in order]
         for found in self._loader:
             if isinstance(found, UserError):
                 raise found
@@ -172,23 +172,11 @@ class _Work(Dataset[Any]):
         cache = self.dataset.cache
         try:
             bag = self.dataset[index] if variation is None else self.dataset.varied(index, variation)
-            kept = (
-                self.hand_over and cache is not None and cache.touch(self.dataset.files[index], self.dataset.settings)
-            )
-            return index if kept else bag
+            if self.hand_over and cache and cache.touch(self.dataset.files[index], self.dataset.settings):
+                return index
+            return bag
         except UserError as error:  # torch would bury the message in a traceback
             return error
-
-
-class _Order(Sampler[tuple[int, Variation | None]]):
-    def __init__(self) -> None:
-        self.indices: list[tuple[int, Variation | None]] = []
-
-    def __iter__(self) -> Iterator[tuple[int, Variation | None]]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 def _unchanged(found: Any) -> Any:

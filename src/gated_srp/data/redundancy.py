@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,9 +85,5 @@ def write_table(measured: Iterable[Redundancy], path: Path) -> None:
 
 def quantiles(cosines: Tensor) -> dict[str, float]:
     """Of any number of values, by linear interpolation; torch's own quantile refuses large inputs."""
-    ordered = cosines.double().sort().values
-    places = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64) * (len(ordered) - 1)
-    low = places.floor().long()
-    high = places.ceil().long()
-    values = ordered[low] + (places - low) * (ordered[high] - ordered[low])
+    values = np.quantile(cosines.double().numpy(), list(_QUANTILES.values()))
     return dict(zip(_QUANTILES, values.tolist(), strict=True))
