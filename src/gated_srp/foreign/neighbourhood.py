@@ -33,7 +33,8 @@ class Neighbourhood:
         self._last_unfinished: PatchGraph | None = None
         self._recomputed = False
         self._rows: PatchGraph | None = None  # the graph of all rows of the last batch
-        self._shape: tuple[int, int] | None = None
+        self._bags = 0  # of that batch
+        self._device = torch.device("cpu")
 
     def set_graph(self, graph: PatchGraph, *, stay: bool) -> None:
         if not isinstance(graph, PatchGraph):
@@ -50,6 +51,10 @@ class Neighbourhood:
             )
         self.graph, self._rows, self.measured = graph, None, False
         self._stays, self._used = stay, False
+        if self.front is not None and self.front >= graph.before:
+            # Made here, once the model is known, and not in the forward: a compiler would take a slide's length for a constant.
+            self._bags = graph.num_bags
+            self._rows = graph.with_isolated(before=self.front - graph.before).to(self._device)
 
     def set_grid(self, height: int, width: int) -> None:
         self.graph, self._rows, self.measured = PatchGraph.from_grid(height, width, window=self.window), None, True
@@ -95,8 +100,8 @@ class Neighbourhood:
         known = self._known(batch, length, y.device)
         if known is None and self.measured:
             raise UserError(
-                f"attention over {batch} x {length} rows, but the first block saw {self._shape}: the model changes its rows between blocks, "
-                "or the blocks were called one by one",
+                f"attention over {batch} x {length} rows, but the first block saw {self._rows and self._rows.num_rows} in all: "
+                "the model changes its rows between blocks, or the blocks were called one by one",
                 cure="Call the whole model; models that merge or drop tokens cannot be corrected.",
             )
         self._rows = self._fit(batch, length, y.device) if known is None else known
@@ -120,8 +125,9 @@ class Neighbourhood:
             self._unfinished, self._last_unfinished = self._unfinished + 1, graph
 
     def _known(self, batch: int, length: int, device: torch.device) -> PatchGraph | None:
-        fits = self._rows is not None and self._shape == (batch, length) and self._rows.offsets.device == device
-        return self._rows if fits else None
+        rows = self._rows
+        fits = rows is not None and self._bags == batch and rows.num_rows == batch * length
+        return rows if fits and rows is not None and rows.offsets.device == device else None
 
     def _fit(self, batch: int, length: int, device: torch.device) -> PatchGraph:
         if self.graph is None:
@@ -139,18 +145,24 @@ class Neighbourhood:
             graph = PatchGraph.batch([graph] * batch)
         covered = graph.num_rows // graph.num_bags
         self._check_front(graph, batch, length, covered)
-        self._shape = (batch, length)
+        self._bags, self._device = batch, device
         return graph.with_isolated(before=length - covered).to(device)
 
     def _check_front(self, graph: PatchGraph, batch: int, length: int, covered: int) -> None:
-        """The first forward says how many rows stand in front of the patches, where the model does not; then it is fixed."""
+        """The first forward says how many rows stand in front of the patches, where the model does not; then it is fixed.
+
+        No message is made before it is needed: printing a length would compile a model anew for every slide.
+        """
         front = length - covered + graph.before
         whole = length == covered and graph.before > 0  # the graph speaks for every row: nothing is left to guess
-        seen = f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches"
-        if graph.num_bags != batch or length < covered or (not whole and self.front not in (None, front)):
+        if (
+            graph.num_bags != batch
+            or length < covered
+            or (not whole and self.front is not None and self.front != front)
+        ):
             stand = "" if self.front is None else f" behind {self.front} rows of CLS and registers"
             raise UserError(
-                f"{seen}{stand}",
+                f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches{stand}",
                 where="attach",
                 cure="Slides: handle.set_graph(graph) for each bag, PatchGraph.batch for several, and graph.with_isolated(before=..., after=...) "
                 "where there are other rows. Images of another size: handle.set_grid(height, width).",
@@ -158,7 +170,8 @@ class Neighbourhood:
         if self.front is None and not whole:
             if front > MOST_IN_FRONT:
                 raise UserError(
-                    f"{seen}: is it the graph of another slide? {front} rows would stand in front of the patches",
+                    f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches: is it the graph of another slide? "
+                    f"{front} rows would stand in front of the patches",
                     where="attach",
                     cure=f"Set the graph of this slide; or say it, if it is so: attach(model, front={front}).",
                 )

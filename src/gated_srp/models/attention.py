@@ -81,7 +81,7 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def key_mask(x: Tensor, graph: PatchGraph) -> Tensor | None:
     """(B, 1, 1, L), false at rows that pad a shorter bag; None when there are none."""
-    if len(set(graph.lengths)) == 1:
+    if all(n == graph.lengths[0] for n in graph.lengths[1:]):
         return None
     mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     for bag, patches in enumerate(graph.lengths):

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.projection import wide
+from gated_srp.srp.projection import composed, wide
 
 Bound = Callable[[Tensor, float], Tensor]
 Initialiser = Callable[[Tensor, torch.Generator | None], object]
@@ -189,7 +189,7 @@ class SignedGate(Coefficient):
         d_tok = torch.stack(self._token_inputs(norm, graph), -1)  # (R, 3)
         layers = (self.token_hidden, self.token_out)
         weights = [None if p is None else p.to(dtype) for layer in layers if layer for p in (layer.weight, layer.bias)]
-        if torch.compiler.is_compiling():
+        if composed():
             return _token_mlp(d_tok, *weights)[0]
         token: Tensor = _TokenMlp.apply(d_tok, *weights)  # type: ignore[no-untyped-call]
         return token

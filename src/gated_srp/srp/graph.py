@@ -97,7 +97,7 @@ class PatchGraph:
     @property
     def num_rows(self) -> int:
         """All rows, B * L."""
-        return len(self.offsets) - 1
+        return self.offsets.shape[0] - 1
 
     @property
     def num_bags(self) -> int:

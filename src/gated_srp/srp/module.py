@@ -12,7 +12,17 @@ from gated_srp.errors import UserError
 from gated_srp.srp.coefficient import Coefficient, SignedGate
 from gated_srp.srp.direction import Direction, NeighbourMean
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.projection import along, corrected, corrected_linear, length, measure, project, remove, unit
+from gated_srp.srp.projection import (
+    along,
+    composed,
+    corrected,
+    corrected_linear,
+    length,
+    measure,
+    project,
+    remove,
+    unit,
+)
 
 
 class GatedSRP(nn.Module):
@@ -98,7 +108,7 @@ class GatedSRP(nn.Module):
 
     def _composed(self) -> bool:
         """Whether the equations are left to autograd or a compiler, one by one, instead of passing over row chunks."""
-        return self.direction.learned or self.coefficient.live or torch.compiler.is_compiling()
+        return self.direction.learned or self.coefficient.live or composed()
 
     def _check(self, y: Tensor, v: Tensor, graph: PatchGraph) -> None:
         if y.ndim != 4 or y.shape != v.shape or y.shape[1] != self.num_heads:

@@ -18,6 +18,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def composed() -> bool:
+    """Whether a compiler or a function transform (torch.func) is at work: then equations are left to it one by one."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def neighbour_mean(rows: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
     """Eq. 6: r_i = (1 / m_i) sum over j in N(i) of rows_j; zero where a row has no neighbours.
 
@@ -34,6 +39,10 @@ def neighbour_mean(rows: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
 def neighbour_sum(rows: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
     """m_i r_i: it points where the mean does, which is all that a unit axis keeps of it."""
     with torch.no_grad():
+        if not torch.compiler.is_compiling() and composed():  # vmap would loop over embedding bags
+            owners = torch.arange(offsets.shape[0] - 1, device=rows.device).repeat_interleave(offsets.diff())  # (E,)
+            gathered = wide(rows)[neighbours]  # (E, C)
+            return gathered.new_zeros(offsets.shape[0] - 1, rows.shape[-1]).index_add(0, owners, gathered)
         return F.embedding_bag(neighbours, wide(rows), offsets, mode="sum", include_last_offset=True)
 
 
@@ -97,7 +106,7 @@ def project(y: Tensor, axis: Tensor, beta: Tensor) -> Tensor:
     >>> [project(y, axis, torch.tensor(b)).tolist() for b in (0.0, 1.0, 2.0, -1.0)]
     [[3.0, 4.0], [0.0, 4.0], [-3.0, 4.0], [6.0, 4.0]]
     """
-    if torch.compiler.is_compiling():  # a compiler derives and fuses the backward itself
+    if composed():  # a compiler derives and fuses the backward itself
         return remove(y, axis, beta * along(y, axis))
     result: Tensor = _Project.apply(y, axis, beta.to(axis.dtype))  # type: ignore[no-untyped-call]
     return result
@@ -233,8 +242,8 @@ def corrected_linear(
 
 
 def chunks(rows: Tensor, size: int = 1024) -> Iterator[slice]:
-    """Slices over the rows: on a CPU small enough that a pass over them stays in the cache, elsewhere all at once."""
-    size = size if rows.device.type == "cpu" else max(1, len(rows))
+    """Slices over the rows: on a CPU small enough that a pass over them stays in the cache, elsewhere or compiled all at once."""
+    size = size if rows.device.type == "cpu" and not torch.compiler.is_compiling() else max(1, len(rows))
     return (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
 
 
