@@ -172,3 +172,16 @@ def test_batches_of_unlike_graphs_are_refused():
         PatchGraph.batch([PatchGraph.from_grid(3, 3), PatchGraph.from_grid(3, 3, window=5)])
     with pytest.raises(UserError, match="graphs of patches alone"):
         PatchGraph.batch([PatchGraph.from_grid(3, 3).with_isolated(before=1)])
+
+
+def test_the_first_patches_alone_have_the_graph_of_their_own_coordinates():
+    draw = torch.Generator().manual_seed(0)
+    coords = torch.randperm(100, generator=draw)[:60]
+    coords = torch.stack([coords % 10, coords // 10], 1)
+    whole = PatchGraph.from_coords(coords, stride=1)
+    for count in (1, 17, 60):
+        cut, own = whole.first(count), PatchGraph.from_coords(coords[:count], stride=1)
+        assert torch.equal(cut.offsets, own.offsets) and cut.lengths == own.lengths and cut.num_rows == count
+        for row in range(count):
+            start, stop = own.offsets[row], own.offsets[row + 1]
+            assert set(cut.neighbours[start:stop].tolist()) == set(own.neighbours[start:stop].tolist())

@@ -153,12 +153,7 @@ def capped_graphs(coords: Tensor, rows: Tensor, stride: float, settings: Prepara
     """
     dropped = torch.ones(len(coords), dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
     whole = _build(coords[torch.cat([rows, dropped])], stride, settings)
-    neighbours = whole.neighbours[: int(whole.offsets[len(rows)])]
-    inside = neighbours < len(rows)  # (E,)
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), inside.cumsum(0)])
-    offsets = before[whole.offsets[: len(rows) + 1]]
-    blank = torch.zeros(len(rows))  # homogeneity, until features are given
-    return whole, PatchGraph(neighbours[inside], offsets, blank, window=settings.window, lengths=(len(rows),))
+    return whole, whole.first(len(rows))
 
 
 def _build(coords: Tensor, stride: float, settings: Preparation) -> PatchGraph:

@@ -143,6 +143,15 @@ class PatchGraph:
         neighbours, offsets = _lists(self.neighbours, self.offsets, rows)
         return replace(self, neighbours=neighbours, offsets=offsets, homogeneity=self.homogeneity[rows])
 
+    def first(self, count: int) -> Self:
+        """The graph of the first ``count`` patches of one bag alone: neighbours beyond them are left out."""
+        neighbours, offsets = _lists(self.neighbours, self.offsets, slice(0, count))
+        inside = neighbours < count  # (E,)
+        kept = F.pad(inside.cumsum(0), (1, 0))[offsets]
+        return replace(
+            self, neighbours=neighbours[inside], offsets=kept, homogeneity=self.homogeneity[:count], lengths=(count,)
+        )
+
     def first_rows(self) -> Self:
         """The graph of each bag's first row alone (CLS), which has no neighbours."""
         none = self.neighbours[:0]

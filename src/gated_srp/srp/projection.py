@@ -73,6 +73,14 @@ def remove(y: Tensor, axis: Tensor, amount: Tensor) -> Tensor:
     return torch.addcmul(wide(y), amount.unsqueeze(-1), axis, value=-1).to(y.dtype)
 
 
+def _gradients(
+    dz: Tensor, axis: Tensor, beta: Tensor, component: Tensor, scale: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of z = y - beta <y, a> a with a = scale axis: dL/dy (the map is symmetric in y), dL/dbeta and dL/dz along a."""
+    slope = along(dz, axis) * scale
+    return remove(dz, axis, beta * scale * slope), -component * slope, slope
+
+
 class _Project(torch.autograd.Function):
     """Keeps the axis, beta and one number a row; y itself only where the axis is learned (XSA)."""
 
@@ -87,12 +95,10 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis, beta, component, y = ctx.saved_tensors
         (dz,) = grads
-        slope = along(dz, axis)  # dL/dz along the axis
-        dy = remove(dz, axis, beta * slope) if ctx.needs_input_grad[0] else None  # the map is symmetric in y
+        dy, dbeta, slope = _gradients(dz, axis, beta, component)
         daxis = None
         if y is not None:
             daxis = -(beta * slope).unsqueeze(-1) * wide(y) - (beta * component).unsqueeze(-1) * wide(dz)
-        dbeta = -component * slope if ctx.needs_input_grad[2] else None
         return dy, daxis, dbeta
 
 
@@ -161,12 +167,9 @@ class _Correct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis, beta, component, scale = ctx.saved_tensors
         (dz,) = grads
-        strength = beta * scale
         dy, dbeta = dz.new_empty(dz.shape), torch.empty_like(beta)
         for rows in chunks(dz):
-            slope = along(dz[rows], axis[rows]) * scale[rows]
-            dy[rows] = remove(dz[rows], axis[rows], strength[rows] * slope)
-            dbeta[rows] = -component[rows] * slope
+            dy[rows], dbeta[rows], _ = _gradients(dz[rows], axis[rows], beta[rows], component[rows], scale[rows])
         return dy, None, dbeta, None
 
 
@@ -208,7 +211,7 @@ class _CorrectedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, v, beta, weight, component, scale = ctx.saved_tensors
         (dout,) = grads
-        amount, strength = beta * component * scale, beta * scale
+        amount = beta * component * scale
         axis_at = ctx.axis_of(v)
         dy, dbeta = torch.empty_like(y), torch.empty_like(beta)
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -217,9 +220,7 @@ class _CorrectedLinear(torch.autograd.Function):
             z = remove(y[rows], axis, amount[rows]).flatten(1)  # (chunk, C)
             add_product(dweight, dout[rows].t(), z)
             dz = (dout[rows] @ weight).view_as(y[rows])
-            slope = along(dz, axis) * scale[rows]
-            dy[rows] = remove(dz, axis, strength[rows] * slope)
-            dbeta[rows] = -component[rows] * slope
+            dy[rows], dbeta[rows], _ = _gradients(dz, axis, beta[rows], component[rows], scale[rows])
         dbias = dout.sum(0) if ctx.biased else None
         return dy, None, dbeta, dweight.to(weight.dtype), dbias, None, None
 
