@@ -152,9 +152,9 @@ class Classification(Task):
 
     def predict(self, logits: Tensor) -> Columns:
         """Softmax in double precision, and the name of the likeliest class."""
-        from scipy.special import softmax
-
-        probability = softmax(as_numpy(logits), axis=1)  # (B, C)
+        values = as_numpy(logits)  # (B, C)
+        weight = np.exp(values - values.max(1, keepdims=True))
+        probability = weight / weight.sum(1, keepdims=True)
         return {
             "predicted": self._name(probability.argmax(1)),
             **dict(zip(self._probabilities, probability.T, strict=True)),

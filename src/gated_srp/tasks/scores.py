@@ -29,9 +29,9 @@ def roc_auc(score: Floats, positive: Bools) -> float:
     if positive.all() or not positive.any():
         return float("nan")
     import torch
-    from torchmetrics.functional.classification import binary_auroc
 
-    return float(binary_auroc(torch.from_numpy(score), torch.from_numpy(positive.astype(np.int64))))
+    hits, misses = (torch.nn.functional.pad(count, (1, 0)) for count in _counts(score, positive))
+    return float(torch.trapezoid(hits / hits[-1], misses / misses[-1]))
 
 
 def average_precision(score: Floats, positive: Bools) -> float:
@@ -39,9 +39,25 @@ def average_precision(score: Floats, positive: Bools) -> float:
     if not positive.any():
         return float("nan")
     import torch
-    from torchmetrics.functional.classification import binary_average_precision
 
-    return float(binary_average_precision(torch.from_numpy(score), torch.from_numpy(positive.astype(np.int64))))
+    hits, misses = _counts(score, positive)
+    precision, recall = (hits / (hits + misses)).flip(0), (hits / hits[-1]).flip(0)
+    recall = torch.nn.functional.pad(recall, (0, 1))
+    return float(-torch.sum((recall[1:] - recall[:-1]) * precision))
+
+
+def _counts(score: Floats, positive: Bools) -> tuple[Tensor, Tensor]:
+    """Positives and negatives at or above each distinct score, from the highest.
+
+    These curves, and the errors below, are torchmetrics' to the last bit; its import alone takes longer than a small training.
+    """
+    import torch
+
+    order = torch.argsort(torch.from_numpy(score), descending=True)
+    ordered, target = torch.from_numpy(score)[order], torch.from_numpy(positive.astype(np.int64))[order]
+    last = torch.nn.functional.pad(torch.where(ordered[1:] - ordered[:-1])[0], (0, 1), value=len(target) - 1)
+    hits = torch.cumsum(target, 0)[last]
+    return hits, 1 + last - hits
 
 
 def calibration_error(probability: Floats, target: NDArray[np.int64], bins: int = 15) -> float:
@@ -52,12 +68,15 @@ def calibration_error(probability: Floats, target: NDArray[np.int64], bins: int 
     if not len(target):
         return float("nan")
     import torch
-    from torchmetrics.functional.classification import multiclass_calibration_error
 
-    error = multiclass_calibration_error(
-        torch.from_numpy(probability), torch.from_numpy(target), num_classes=probability.shape[1], n_bins=bins
+    highest, predicted = torch.from_numpy(probability).max(1)
+    confidence, right = highest.float(), predicted.eq(torch.from_numpy(target)).float()  # (B,)
+    place = torch.bucketize(confidence, torch.linspace(0, 1, bins + 1), right=True) - 1
+    count, confident, accurate = (
+        torch.zeros(bins + 1).scatter_add_(0, place, values) for values in (torch.ones_like(right), confidence, right)
     )
-    return float(error)
+    gap = torch.abs(torch.nan_to_num(accurate / count) - torch.nan_to_num(confident / count))
+    return float(torch.sum(gap * (count / count.sum())))
 
 
 def f1_per_class(confusion: Floats) -> Floats:
