@@ -1,9 +1,11 @@
 """What is trained and how: AdamW as the paper sets it, the learning rate of each step, start weights, frozen trunks."""
 
 import hashlib
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +33,29 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     return [group for group in groups if group["params"]]
 
 
-def make_optimiser(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """PyTorch's, without the import of its compiler, which takes as long as the import of PyTorch itself.
+
+    Some methods import it on their first call, only to keep themselves from being compiled. Nothing is compiled here.
+    """
+
+    def __init__(self, groups: list[dict[str, object]], **settings: Any) -> None:
+        for name in ("add_param_group", "load_state_dict", "state_dict"):
+            plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+            if not hasattr(plain, "__dynamo_disable"):
+                setattr(plain, "__dynamo_disable", plain)
+        super().__init__(groups, **settings)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One update of all parameters from their gradients."""
+        inspect.unwrap(torch.optim.AdamW.step)(self)
+
+
+def make_optimiser(model: nn.Module, *, lr: float, weight_decay: float) -> AdamW:
     """AdamW (0.9, 0.999) over the parameter groups of a model that is on its device."""
     fused = all(p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.999), fused=fused)
+    return AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.999), fused=fused)
 
 
 def flat_gradients(model: nn.Module) -> Tensor:
