@@ -147,3 +147,10 @@ def app_of():
         return app
 
     return make
+
+
+def test_a_draft_shows_its_path_text_and_notes(home):
+    draft = gated_srp.init(str(home / "job"), str(table(home, label=list("ababab"))), out=str(home / "c.yaml"))
+    assert draft.path == home / "c.yaml" and draft.path.read_text() == draft.text
+    assert "encoder uni_v2" in [note.what for note in draft.notes]
+    assert "c.yaml" in draft._repr_html_() and "target: label" in draft._repr_html_()

@@ -321,3 +321,9 @@ def test_a_check_is_a_table_in_a_notebook_and_the_quarantine_is_a_list(tmp_path)
     assert "not ready, 1 to fix" in found._repr_html_()
     assert "<s1>" not in found._repr_html_()
     assert found.to_json()["findings"][0]["severity"] == "error"  # as check.json has always called it
+
+
+def test_the_splits_of_other_seeds_can_be_checked(tmp_path):
+    config = _clam_cohort(tmp_path, [make_slide(i) for i in range(12)])
+    assert list(check(config).facts["split"]) == ["seed 42", "seed 43"]
+    assert list(check(config, seeds=[7]).facts["split"]) == ["seed 7"]

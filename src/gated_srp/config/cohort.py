@@ -15,11 +15,9 @@ from torch import Tensor
 
 from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cache import BagCache
-from gated_srp.data.files.images import ImageGrid, find_images
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.prepared import Preparation
-from gated_srp.data.splits.imported import import_split
 from gated_srp.data.splits.rules import Split, assign_parts, k_folds, own_split, site_folds
 from gated_srp.data.tables.matching import Matches, match_slides
 from gated_srp.data.tables.table import Table, read_table
@@ -48,6 +46,8 @@ class CohortData:
             raise UserError(what, where=f"fold {fold}", cure="Set `folds` for more.", kind="split")
         if config.split is not None:
             path = str(config.split).replace("{seed}", str(seed)).replace("{fold}", str(fold))
+            from gated_srp.data.splits.imported import import_split
+
             return import_split(path, table, fold=fold, seed=seed)
         if config.folds:
             return (site_folds if config.folds.by == "site" else k_folds)(table, number, seed)[fold]
@@ -89,6 +89,8 @@ def find_files(config: CohortConfig) -> list[Path]:
         if config.images.folder is None:
             cure = "Name the folder of the images."
             raise UserError("`images` is not set", where=config.name, cure=cure, kind="setting")
+        from gated_srp.data.files.images import find_images
+
         return find_images(config.images.folder)
     if not config.features:
         cure = "Name the folder of the feature files."
@@ -123,7 +125,11 @@ def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
 
 def preparation(config: CohortConfig) -> Preparation:
     """The settings of a cohort that change what a model sees of a file."""
-    images = None if config.images is None else ImageGrid(config.images.size, config.images.patch)
+    images = None
+    if config.images is not None:
+        from gated_srp.data.files.images import ImageGrid
+
+        images = ImageGrid(config.images.size, config.images.patch)
     same = {key: getattr(config, key) for key in ("window", "lattice", "order", "cap")}
     return Preparation(**config.reading, **same, dtype=config.cache.dtype, images=images)
 

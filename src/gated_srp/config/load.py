@@ -18,14 +18,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gated_srp.config.presets import find_cohort
 from gated_srp.config.schema import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
 from gated_srp.data.files.encoders import canonical
 from gated_srp.data.tables.columns import Columns, resolve_columns
 from gated_srp.data.tables.read import read_frame
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS
-from gated_srp.tasks import find_task, named_task, task_names
+from gated_srp.tasks import Recipe, find_task, named_task, task_names
 
 _IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
 _PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
@@ -87,6 +86,8 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     """Fill in what was not said: from the preset, then from the task. What has the wrong type is left to validation."""
     preset = None
     if isinstance(values.get("cohort"), str):
+        from gated_srp.config.presets import find_cohort  # not above: a cohort of one's own needs none of it
+
         try:
             preset = find_cohort(values["cohort"])
         except UserError as error:
@@ -109,7 +110,7 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     values.setdefault("score", kind.score)
     section = values.get("train") or {}
     if isinstance(section, dict):
-        own = kind.recipe if values.get("images") is None else find_cohort("ADP").recipe
+        own = kind.recipe if values.get("images") is None else _image_recipe()
         values["train"] = asdict(preset.recipe if preset and preset.task == kind.name else own) | section
     for key in ("model", "cache"):
         if values.get(key, {}) is None:
@@ -119,6 +120,13 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         section = values.get("model", {})
         defaults = dict(ARMS[_IMAGE_ARMS[0]].defaults)
         values["model"] = defaults | section if isinstance(section, dict) else section
+
+
+def _image_recipe() -> Recipe:
+    """The paper's for images, whatever the task."""
+    from gated_srp.config.presets import find_cohort
+
+    return find_cohort("ADP").recipe
 
 
 def _task_of(values: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
+from gated_srp.config.schema import SEEDS, Gate
 from gated_srp.data import published
 from gated_srp.data.published import LabelFile
 from gated_srp.data.splits.rules import Split
@@ -20,17 +21,9 @@ from gated_srp.data.tables.table import Table
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Recipe, find_task
 
+__all__ = ["COHORTS", "SEEDS", "Cohort", "Gate", "Inventory", "find_cohort"]
+
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-SEEDS = (42, 43, 44, 45, 46)
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Signed range and hidden width; ``note`` says where they come from if the paper gives none for this use."""
-
-    delta: float
-    hidden_dim: int
-    note: str = ""
 
 
 @dataclass(frozen=True)

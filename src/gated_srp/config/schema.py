@@ -1,14 +1,29 @@
 """The settings of a cohort's YAML: names, types and bounds. `load_config` makes a `CohortConfig` from a file."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gated_srp.config.presets import SEEDS, Cohort, Gate, find_cohort
 from gated_srp.data.tables.columns import Columns
 from gated_srp.models import ARMS, Sizes, find_arm
 from gated_srp.tasks import task_names
+
+if TYPE_CHECKING:
+    from gated_srp.config.presets import Cohort
+
+SEEDS = (42, 43, 44, 45, 46)  # the paper's
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Signed range and hidden width; ``note`` says where they come from if the paper gives none for this use."""
+
+    delta: float
+    hidden_dim: int
+    note: str = ""
+
 
 _SIZES = Sizes()  # the paper's
 _GATE = Gate(delta=_SIZES.delta, hidden_dim=_SIZES.hidden_dim)  # for cohorts that the paper did not tune
@@ -176,9 +191,13 @@ class CohortConfig(_Section):
         return self.train.batch_size if self.images else 1
 
     @property
-    def preset(self) -> Cohort | None:
+    def preset(self) -> "Cohort | None":
         """The paper's cohort that this one is, or follows."""
-        return find_cohort(self.cohort) if self.cohort else None
+        if self.cohort is None:
+            return None
+        from gated_srp.config.presets import find_cohort  # not above: a cohort of one's own needs none of it
+
+        return find_cohort(self.cohort)
 
     @property
     def columns(self) -> Columns:

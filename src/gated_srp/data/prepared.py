@@ -5,7 +5,7 @@ Shapes: N patches of the file, L patches kept, C channels.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from gated_srp.data.bag import Bag, BagHeader, Unit
 from gated_srp.data.files.formats import read_bag, read_header
-from gated_srp.data.files.images import ImageGrid, image_header, read_image
 from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
+
+if TYPE_CHECKING:
+    from gated_srp.data.files.images import ImageGrid
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -36,7 +38,7 @@ class Preparation:
     order: Literal["file", "raster"] = "file"
     cap: int | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    images: ImageGrid | None = None
+    images: "ImageGrid | None" = None
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -63,6 +65,8 @@ class PreparedBag:
 def open_header(path: str | Path, settings: Preparation) -> BagHeader:
     """The header of a feature file, or of an image."""
     if settings.images is not None:
+        from gated_srp.data.files.images import image_header
+
         return image_header(path, settings.images)
     return read_header(path, **settings.reading)
 
@@ -70,6 +74,8 @@ def open_header(path: str | Path, settings: Preparation) -> BagHeader:
 def open_bag(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> Bag:
     """The same with its features; ``draws`` vary an image at random, and mean nothing to stored features."""
     if settings.images is not None:
+        from gated_srp.data.files.images import read_image
+
         return read_image(path, settings.images, draws)
     return read_bag(path, **settings.reading)
 
