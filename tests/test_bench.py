@@ -2,15 +2,17 @@
 
 import json
 
-import gated_srp_bench as bench
 import pytest
 import torch
-from gated_srp_bench.figures import predict_operations
-from gated_srp_bench.measure import Row
+from gated_srp_bench import measure as bench
+from gated_srp_bench.figures import figures, full_figures
+from gated_srp_bench.measure import Row, predict_operations
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from gated_srp.cli import app
+from gated_srp.cli.bench import bench as run_bench
+from gated_srp.errors import UserError
 
 
 def test_both_subjects_compute_the_same_logits():
@@ -79,7 +81,7 @@ def test_figures_are_ratios_of_one_run():
             for p, a, mb in (("predict", "textbook", 200.0), ("predict", "gated_srp", 100.0))
         ),
     ]
-    found = {f.name: (round(f.value, 2), f.holds) for f in bench.figures(rows)}
+    found = {f.name: (round(f.value, 2), f.holds) for f in figures(rows)}
     assert found["prepare, textbook / ours"] == (40.0, True)
     assert found["prepare + predict, float32"] == (4.0, True)
     assert found["prepare + predict, ours bf16"] == (10.0, True)
@@ -117,7 +119,7 @@ def test_time_a_patch_is_compared_over_growing_slides_and_the_long_slide_in_giga
         Row(512, "train", "textbook", "float32", seconds=3.0),
         Row(512, "train", "gated_srp", "float32", seconds=2.0),
     ]
-    grown, stream, biopsy = bench.full_figures(rows)
+    grown, stream, biopsy = full_figures(rows)
     assert (grown.tokens, grown.value, grown.holds) == (1600, 1.25, False)
     assert (stream.value, stream.holds) == (2.0, True)
     assert (biopsy.value, biopsy.holds) == (1.5, True)
@@ -144,3 +146,9 @@ def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, 
     assert {row["phase"] for row in rows} == {"prepare", "predict", "train", "multiply", "growth", "stream"}
     for promise in ("prepare, textbook / ours", "share of the multiply rate", "against 10,000 patches", "GB"):
         assert promise in done.output
+
+
+def test_without_the_benchmark_the_command_says_where_to_find_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"has no benchmark.*PYTHONPATH=benchmarks gated-srp bench"):
+        run_bench()

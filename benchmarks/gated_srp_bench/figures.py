@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from gated_srp_bench.measure import Row
-from gated_srp_bench.subjects import MULTIPLY_OPERATIONS, predict_operations
+from gated_srp_bench.measure import MULTIPLY_OPERATIONS, Row, predict_operations
 
 
 @dataclass(frozen=True)

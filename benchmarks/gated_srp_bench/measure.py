@@ -1,30 +1,112 @@
-"""Seconds in this process, peaks in fresh ones."""
+"""What is measured and how: the textbook and our arms on one generated slide; seconds in this process, peaks in fresh ones."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gated_srp_bench.subjects import (
-    IN_DIM,
-    MULTIPLY_OPERATIONS,
-    Ours,
-    Slide,
-    make,
-    make_coords,
-    make_slide,
-    predict_operations,
-    run_phase,
-)
+from gated_srp.machine import bf16_environment, has_bf16
+from gated_srp.models import build_model
+from gated_srp.srp import PatchGraph
+from gated_srp_bench import textbook
+
+IN_DIM, STRIDE = 1536, 512
+MULTIPLY_OPERATIONS = 2 * 10_000 * IN_DIM * IN_DIM  # of the product that shows what the machine can do
+
+
+@dataclass(frozen=True)
+class Slide:
+    """A generated slide: 70 % of the cells of a square, in the column order that tools write."""
+
+    coords: Tensor
+    features: Tensor
+
+
+def make_coords(tokens: int) -> Tensor:
+    side = int((tokens / 0.7) ** 0.5) + 1
+    kept = torch.randperm(side * side, generator=torch.Generator().manual_seed(tokens))[:tokens].sort().values
+    return torch.stack([kept // side, kept % side], dim=1) * STRIDE
+
+
+def make_slide(tokens: int) -> Slide:
+    return Slide(make_coords(tokens), torch.randn(tokens, IN_DIM, generator=torch.Generator().manual_seed(tokens)))
+
+
+class Ours:
+    """Our model of an arm and what it prepares."""
+
+    def __init__(self, arm: str, slide: Slide) -> None:
+        self.slide = slide
+        self.model = build_model(arm, in_dim=IN_DIM, num_outputs=4, drop_path=0.0, seed=0)
+        self.prepared: PatchGraph | None = None
+
+    def prepare(self) -> None:
+        self.prepared = PatchGraph.from_coords(self.slide.coords, self.slide.features, stride=STRIDE)
+
+    def forward(self) -> Tensor:
+        assert self.prepared is not None
+        logits: Tensor = self.model(self.slide.features[None], self.prepared)[0]
+        return logits
+
+
+class Textbook:
+    """The plain model with the same weights."""
+
+    def __init__(self, slide: Slide) -> None:
+        self.slide = slide
+        self.model = textbook.SlideModel(IN_DIM, 4)
+        self.model.load_state_dict(build_model("gated_srp", in_dim=IN_DIM, num_outputs=4, seed=0).state_dict())
+        self.prepared: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def prepare(self) -> None:
+        index, mask = textbook.neighbour_table(self.slide.coords, STRIDE)
+        self.prepared = index, mask, textbook.homogeneity(self.slide.features, index, mask)
+
+    def forward(self) -> Tensor:
+        logits: Tensor = self.model(self.slide.features, self.prepared)
+        return logits
+
+
+def make(arm: str, slide: Slide) -> Ours | Textbook:
+    return Textbook(slide) if arm == "textbook" else Ours(arm, slide)
+
+
+def run_phase(subject: Ours | Textbook, phase: str, dtype: str) -> None:
+    """prepare: graph and homogeneity; predict: forward; train: forward and backward."""
+    if phase == "prepare":
+        subject.prepare()
+        return
+    with torch.set_grad_enabled(phase == "train"), _precision(dtype):
+        logits = subject.forward()
+    if phase == "train":
+        subject.model.zero_grad()
+        torch.nn.functional.cross_entropy(logits.float(), torch.tensor(2)).backward()
+
+
+def predict_operations(tokens: int, dim: int = 384, depth: int = 4, landmarks: int = 64) -> float:
+    """Multiplications and additions of our own forward: what the matrix products of the fast path cost."""
+    rows = math.ceil(math.sqrt(tokens)) ** 2 + 1
+    # Logits of queries and of keys take the place of both, so attention's own products are B v and F u alone.
+    block = 2 * rows * dim * (3 * dim + dim + 8 * dim) + 2 * 2 * rows * landmarks * dim
+    last = 2 * rows * dim * 2 * dim + 2 * rows * landmarks * dim
+    return 2 * tokens * IN_DIM * dim + (depth - 1) * block + last
+
+
+def _precision(dtype: str) -> AbstractContextManager[Any]:
+    """As a run: bf16 where the processor has instructions for it, else float32 (`training.ranks.choose_precision`)."""
+    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" and has_bf16() else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -90,7 +172,16 @@ def _multiplications(number: int) -> Callable[[], object]:
 
 def peak(tokens: int, phase: str, arm: str, dtype: str) -> Row:
     """Peak memory of one phase in a fresh process."""
-    arguments = [sys.executable, "-m", "gated_srp_bench", str(tokens), phase, arm, dtype, str(torch.get_num_threads())]
+    arguments = [
+        sys.executable,
+        "-m",
+        "gated_srp_bench.measure",
+        str(tokens),
+        phase,
+        arm,
+        dtype,
+        str(torch.get_num_threads()),
+    ]
     # Tensors are given back to the system when they are freed, so that the peak counts what lives and not what malloc keeps.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
@@ -154,3 +245,15 @@ def _status(name: str) -> int:
     """A line of /proc/self/status, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def main() -> None:
+    """The subprocess of `peak`: measure one phase and print the answer as JSON."""
+    tokens, phase, arm, dtype, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    os.environ.update(bf16_environment() if dtype == "bfloat16" else {})
+    print(json.dumps(measure_peak(int(tokens), phase, arm, dtype)))
+
+
+if __name__ == "__main__":
+    main()

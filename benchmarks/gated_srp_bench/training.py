@@ -20,8 +20,9 @@ from gated_srp.training.folder import RunFolder
 from gated_srp.training.inputs import TrainingData, load_inputs
 from gated_srp.training.loop import Training, accumulate, train_epoch
 from gated_srp.training.ranks import Ranks
+from gated_srp_bench import textbook
 from gated_srp_bench.loading import write_bag
-from gated_srp_bench.subjects import STRIDE, load_textbook
+from gated_srp_bench.measure import STRIDE
 
 CLASSES, ACCUMULATION = 3, 16
 
@@ -94,7 +95,6 @@ def _bare_epoch(training: Training, bags: list[Any]) -> None:
 
 
 def _textbook_epoch(inputs: TrainingData, rows: list[int], width: int) -> float:
-    textbook = load_textbook()
     model = textbook.SlideModel(width, CLASSES)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.05)
 

@@ -8,7 +8,8 @@ import typer
 from gated_srp.cli.screen import console, say
 
 if TYPE_CHECKING:
-    from gated_srp_bench import Figure, Row
+    from gated_srp_bench.figures import Figure
+    from gated_srp_bench.measure import Row
 
 
 def bench(
@@ -29,9 +30,16 @@ def bench(
 ) -> None:
     """Ours against the textbook implementation: time and memory of prepare, predict and train, as ratios of one run."""
     import os
+    from importlib.util import find_spec
 
+    from gated_srp.errors import UserError
     from gated_srp.machine import bf16_environment
 
+    if find_spec("gated_srp_bench") is None:
+        raise UserError(
+            "this installation has no benchmark (the package gated_srp_bench is missing)",
+            cure="Run it from a checkout of the repository: PYTHONPATH=benchmarks gated-srp bench.",
+        )
     os.environ.update(bf16_environment())
     _describe_machine()
     if data:
@@ -100,7 +108,8 @@ def _bench_extract(output: Path | None) -> None:
 
 
 def _bench_models(full: bool, output: Path | None) -> None:
-    import gated_srp_bench as measure
+    from gated_srp_bench import figures as promised
+    from gated_srp_bench import measure
 
     rows: list[Row] = []
     for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
@@ -110,15 +119,15 @@ def _bench_models(full: bool, output: Path | None) -> None:
             say(f"memory of {tokens:,} patches, each figure in a process of its own ...")
             rows += measure.memory_arms(tokens)
         _save(rows, output)
-    figures = measure.figures(rows)
+    figures = promised.figures(rows)
     if full:
         rows += measure.growth((10_000, 160_000))
         say("one slide of 1,000,000 patches, half precision, memory-mapped ...")
         rows.append(measure.peak(1_000_000, "stream", "gated_srp", "float16"))
-        figures += measure.full_figures(rows)
+        figures += promised.full_figures(rows)
         _save(rows, output)
     _print_rows(rows)
-    _print_figures(figures, measure.multiply_rate(rows))
+    _print_figures(figures, promised.multiply_rate(rows))
 
 
 def _save(rows: "list[Row]", output: Path | None) -> None:
