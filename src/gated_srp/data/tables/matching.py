@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-FEATURE_ENDINGS = (".h5", ".hdf5", ".pt", ".pth", ".npz", ".npy", ".safetensors", ".zarr")
+from gated_srp.data.files.containers import CONTAINERS
+
 SLIDE_ENDINGS = (
     *(".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi"),
     *(".png", ".jpg", ".jpeg"),
@@ -51,7 +52,7 @@ def slide_stem(name: str | Path) -> str:
     'TCGA-3Z-A93Z-01Z-00-DX1.79F4D1A6'
     """
     stem = _parts(name)[-1]
-    for endings in (FEATURE_ENDINGS, SLIDE_ENDINGS):
+    for endings in (tuple(CONTAINERS), SLIDE_ENDINGS):
         stem = next((stem[: -len(end)] for end in endings if stem.lower().endswith(end) and stem[: -len(end)]), stem)
     return stem
 
