@@ -14,7 +14,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 if importlib.util.find_spec("torchvision") is not None:
     raise RuntimeError(
-        "torchvision must not be in the test environment: its wheel breaks torchmetrics and Fabric beside a CPU build of torch."
+        "torchvision must not be in the test environment: its wheel does not import beside a CPU build of torch, and torchmetrics imports it."
     )
 os.environ.update(bf16_environment())  # read by oneDNN at its first product
 torch.set_num_threads(1)
