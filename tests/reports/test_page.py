@@ -97,8 +97,8 @@ def test_a_slide_shows_the_probability_of_its_true_class_over_seeds(home):
     table = next(iter(slides(read_contents(home).runs)))
     assert table.heads == ("Slide", "Case", "Label", "Gated SRP", "NA", "XSA")
     rows = {row[0][0]: row for row in table.rows}
-    assert rows["s00"][3][0] == "0.57 (3 seeds)"  # 0.5 + 0.72 / 10
-    assert rows["s01"][3][0] == "0.43 (3 seeds)"  # its class is the other
+    assert rows["s00"][3][0] == "0.572 (3 seeds)"  # 0.5 + 0.72 / 10
+    assert rows["s01"][3][0] == "0.428 (3 seeds)"  # its class is the other
 
 
 def test_places_on_the_forest_follow_the_numbers():

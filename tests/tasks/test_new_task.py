@@ -117,7 +117,7 @@ def test_a_number_per_slide_from_the_yaml_to_the_report(tmp_path, regression):
 
     page = gated_srp.report(tmp_path / "in" / "runs", out=tmp_path / "report.html")
     text = page.path.read_text()
-    assert "pearson" in text.lower() and "gated" in text.lower()
+    assert "pearson" in text.lower() and "gated" in text.lower() and "Predicted value, over the seeds" in text
 
 
 def test_its_table_and_its_metric_are_checked_like_those_of_others(tmp_path, regression):

@@ -5,6 +5,7 @@ Shapes: B bags, C classes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,11 @@ class Classification(Task):
         """Of a table with ``label``, ``predicted`` and probabilities."""
         names = tuple(str(name).removeprefix("prob_") for name in predictions if str(name).startswith("prob_"))
         return cls(names).metrics(predictions) if names and {"label", "predicted"} <= set(predictions) else None
+
+    @classmethod
+    def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
+        rows = predictions.to_dict("records")
+        return "Probability of the true class", [row.get(f"prob_{row['label']}", math.nan) for row in rows]
 
     @classmethod
     def member_numbers(cls, tasks: Sequence[Task], logits: Sequence[Tensor]) -> list[Columns]:

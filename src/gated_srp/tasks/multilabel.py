@@ -187,6 +187,10 @@ class Multilabel(Task):
         names = tuple(str(name).removeprefix("prob_") for name in predictions if str(name).startswith("prob_"))
         return cls(names).metrics(predictions) if names and set(names) <= set(predictions) else None
 
+    @classmethod
+    def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
+        return "Mean probability of the labels", predictions.filter(regex="^prob_").mean(axis=1).tolist()
+
     def summary(self, predictions: pd.DataFrame) -> list[str]:
         """Slides per label that are more likely to have it than not."""
         counts = [f"{name} {(predictions[f'prob_{name}'] >= 0.5).sum()}" for name in self.labels]

@@ -292,6 +292,10 @@ class Survival(Task):
         cases = FollowUp.of(predictions["time"], predictions["event"])
         return {"c_index": concordance_index(predictions["risk"].to_numpy(np.float64), cases)}
 
+    @classmethod
+    def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
+        return "Predicted risk", predictions["risk"].tolist()
+
     def training_facts(self, cases: pd.DataFrame) -> dict[str, Any]:
         """The median risk, by which later cases are put into groups of low and high risk."""
         return {"median_risk": float(cases["risk"].median())}

@@ -233,6 +233,15 @@ class Task(ABC):
         """The metrics that a table of test predictions gives by itself; None where its columns are of another task."""
         return None
 
+    @classmethod
+    def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
+        """The one number that a report shows per row of labelled test predictions: what it means, and the numbers."""
+        numbers = predictions.select_dtypes("number")
+        if not len(numbers.columns):
+            return "Prediction", [math.nan] * len(predictions)
+        last = str(numbers.columns[-1])  # predictions come after the truth
+        return last.replace("_", " ").capitalize(), numbers[last].tolist()
+
     def training_facts(self, cases: pd.DataFrame) -> dict[str, Any]:
         """What the card keeps of the predictions of the training cases; asked for only where ``judges_training``."""
         return {}

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.errors import UserError
+from gated_srp.tasks import Task, find_task
 from gated_srp.training.folder import RunFolder
 
 _ABOUT = 20_000  # characters of about.txt that are shown
@@ -49,6 +50,14 @@ class FinishedRun:
     def scores(self) -> dict[str, Any]:
         """Metrics of the test set at the level that scores; None where one is not defined."""
         return dict((self.results.get("test") or {}).get(self.results.get("score")) or {})
+
+    @property
+    def task(self) -> type[Task]:
+        """What its predictions mean; a task of a package that is not installed here is shown as any."""
+        try:
+            return find_task(str(self.folder.settings.get("task")))
+        except UserError:
+            return Task
 
     @cached_property
     def environment(self) -> dict[str, Any]:

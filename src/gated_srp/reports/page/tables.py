@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
-import pandas as pd
-
 from gated_srp.models import arm_title
 from gated_srp.reports.page.contents import FinishedRun, StudyFolder
 from gated_srp.reports.tables import metric_name
@@ -296,15 +294,16 @@ def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
         key = "slide" if "slide" in own[0][1] else "case"
         truth = [name for name in ("case", "label", "time", "event") if name in own[0][1] and name != key]
         arms = list(dict.fromkeys(run_name(run) for run, _ in own))
-        known: dict[str, dict[str, Any]] = {}
+        known: dict[str, Mapping[Any, Any]] = {}
         predicted: dict[tuple[str, str], list[float]] = {}
+        what = ""
         for run, table in own:
-            for name, value, facts in _predicted(table, key, truth):
-                known.setdefault(name, facts)
-                predicted.setdefault((name, run_name(run)), []).append(value)
-        what, digits = _meaning(own[0][1])
+            what, values = run.task.headline(table)
+            for name, value, facts in zip(table[key], values, table[truth].to_dict("records"), strict=True):
+                known.setdefault(str(name), facts)
+                predicted.setdefault((str(name), run_name(run)), []).append(float(value))
         rows = [
-            (cell(name), *(cell(facts[t]) for t in truth), *(_mean(predicted.get((name, arm)), digits) for arm in arms))
+            (cell(name), *(cell(facts[t]) for t in truth), *(_mean(predicted.get((name, arm))) for arm in arms))
             for name, facts in sorted(known.items())[:MOST_SLIDES]
         ]
         note = f"{what}, over the seeds whose test set has it."
@@ -314,30 +313,11 @@ def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
         yield HtmlTable(f"{cohort}: {len(known)} test {key}s", heads, rows, note, f"Search {key}s of {cohort}")
 
 
-def _meaning(table: pd.DataFrame) -> tuple[str, int]:
-    """What is shown of each slide, and with how many digits."""
-    if "risk" in table:
-        return "Predicted risk", 3
-    return "Probability of the true class" if "predicted" in table else "Mean probability of the labels", 2
-
-
-def _predicted(table: pd.DataFrame, key: str, truth: Sequence[str]) -> Iterator[tuple[str, float, dict[str, Any]]]:
-    chances = [name for name in table if str(name).startswith("prob_")]
-    for row in table.to_dict("records"):
-        if "risk" in row:
-            value = row["risk"]
-        elif f"prob_{row.get('label')}" in row:
-            value = row[f"prob_{row['label']}"]
-        else:
-            value = mean(float(row[name]) for name in chances) if chances else math.nan
-        yield str(row[key]), float(value), {name: row[name] for name in truth}
-
-
-def _mean(values: Sequence[float] | None, digits: int) -> Cell:
+def _mean(values: Sequence[float] | None) -> Cell:
     if not values:
         return cell(None)
     middle = mean(values)
-    return cell(middle, f"{middle:.{digits}f}" + (f" ({len(values)} seeds)" if len(values) > 1 else ""))
+    return cell(middle, number(middle, 3) + (f" ({len(values)} seeds)" if len(values) > 1 else ""))
 
 
 def check_facts(check: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
