@@ -82,6 +82,16 @@ def test_help_does_not_import_torch():
     assert run(code) == "[]"
 
 
+def test_the_help_of_a_command_does_not_import_torch():
+    code = (
+        "import sys, typer\nfrom typer.testing import CliRunner\nfrom gated_srp.cli import app\n"
+        "names = list(typer.main.get_command(app).commands)\n"
+        "codes = {CliRunner().invoke(app, [name, '--help']).exit_code for name in names}\n"
+        "print(len(names) > 15, codes, [m for m in ('torch', 'pandas', 'numpy', 'h5py') if m in sys.modules])"
+    )
+    assert run(code) == "True {0} []"
+
+
 def test_the_core_needs_torch_alone():
     heavy = "('h5py', 'pandas', 'pydantic', 'yaml', 'lightning', 'torchmetrics', 'safetensors', 'matplotlib', 'typer', 'rich')"
     code = f"import sys\nimport gated_srp.srp, gated_srp.models, gated_srp.foreign\nprint([m for m in {heavy} if m in sys.modules])"

@@ -1,6 +1,7 @@
 """Comparing arms: `compare` trains them and `stats` takes results from anywhere; what finished runs add to a comparison.
 
-``compare`` and the other flows write what they find with `reports`, so this module, `tuning` and `reproduction` are a layer above it.
+`compare` and the other flows write what they find with `reports`, so this module, `tuning` and `reproduction` are a layer above it.
+Runs are imported where they are needed: `stats` on a table does without torch.
 """
 
 from __future__ import annotations
@@ -12,22 +13,14 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.progress import Progress, silent
-from gated_srp.study.cells import (
-    Cell,
-    Row,
-    cohort_config,
-    plan,
-    quick_version,
-    refuse_unpaired,
-)
 from gated_srp.study.results import COLUMNS, LOWER_IS_BETTER, Comparison, compare_results, read_results
 from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap
-from gated_srp.training.folder import RunFolder, read_predictions
 
 if TYPE_CHECKING:
+    from gated_srp.config.schema import CohortConfig
+    from gated_srp.study.cells import Cell
     from gated_srp.study.running import Cost, EngineName
 
 
@@ -115,6 +108,7 @@ def compare(
     """
     from gated_srp.config.cohort import open_cohort
     from gated_srp.reports.study import write_comparison
+    from gated_srp.study.cells import Row, cohort_config, plan, quick_version
     from gated_srp.study.running import Running, run_cells
     from gated_srp.study.tuning import tuned_rows
 
@@ -170,15 +164,16 @@ def stats(
         'the same difference, +0.1000, in both seeds: no spread, hence no interval and no claim'
     """
     frame, notes = read_results(results)
-    if ratio is None:
-        ratio = (
-            RATIO if runs is None else _mean_ratio(RunFolder(run).split for run in sorted(Path(runs).glob("*/*/seed*")))
-        )
     lower = LOWER_IS_BETTER | set(lower_is_better)
-    found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
     if runs is None:
-        return found
+        ratio = RATIO if ratio is None else ratio
+        return compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
+    from gated_srp.training.folder import RunFolder
+
     root = Path(runs)
+    if ratio is None:
+        ratio = _mean_ratio(RunFolder(run).split for run in sorted(root.glob("*/*/seed*")))
+    found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
     return _with_bootstrap(found, lambda cohort, arm: _pairs(root / cohort, arm, found.reference), repeats)
 
 
@@ -187,6 +182,8 @@ def stats(
 
 def collect(cells: Sequence[Cell]) -> pd.DataFrame:
     """Test metrics of the finished cells, at the level that scores: cohort, arm, seed, metric, value (missing: undefined)."""
+    from gated_srp.study.cells import refuse_unpaired
+
     refuse_unpaired(cells)
     rows = [
         (cell.cohort, cell.row, cell.unit, metric, value)
@@ -272,6 +269,8 @@ def metrics_of(predictions: pd.DataFrame) -> Mapping[str, float]:
 
 def _pairs(cohort: Path, arm: str, reference: str) -> list[Pair]:
     """Of run folders ARM/seed42 below ``cohort``."""
+    from gated_srp.training.folder import read_predictions
+
     pairs = []
     for folder in sorted((cohort / arm).glob("seed*")):
         other = cohort / reference / folder.name

@@ -109,8 +109,8 @@ class Comparison:
         return {
             "reference": self.reference,
             "test_train_ratio": self.ratio,
-            "cohorts": [_plain(cell) for cell in self.cohorts],
-            "across": [_plain(cell) for cell in self.across],
+            "cohorts": [_null(_plain(one)) for one in self.cohorts],
+            "across": [_null(_plain(one)) for one in self.across],
             "notes": list(self.notes),
         }
 
@@ -290,16 +290,18 @@ def _plain(cell: Difference) -> dict[str, Any]:
     else:
         row["corrected"] = _test_json(found.corrected)
         row["seeds_needed"], row["seeds_needed_plain"] = found.seeds_needed, found.seeds_needed_plain
-        drawn = cell.bootstrap
-        row["bootstrap"] = drawn and {key: _null(value) for key, value in asdict(drawn).items()}
-    row |= {"p_holm": cell.p_holm, "claimed": cell.claimed, "missing": list(cell.missing), "verdict": cell.verdict}
-    return {key: _null(value) for key, value in row.items()}
+        row["bootstrap"] = cell.bootstrap and asdict(cell.bootstrap)
+    return row | {"p_holm": cell.p_holm, "claimed": cell.claimed, "missing": cell.missing, "verdict": cell.verdict}
 
 
 def _test_json(test: TTest) -> dict[str, Any]:
-    interval = [_null(test.low), _null(test.high)]
-    return {"difference": test.mean, "interval": interval, "t": _null(test.t), "df": test.df, "p": _null(test.p)}
+    return {"difference": test.mean, "interval": [test.low, test.high], "t": test.t, "df": test.df, "p": test.p}
 
 
 def _null(value: Any) -> Any:
+    """The same with None for what is no finite number, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _null(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_null(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
