@@ -69,7 +69,7 @@ class Interrupted(Exception):
 class Note:
     """Something to say that stops nothing: a file's oddity, a finding of `check`, a remark on a result.
 
-    error: must be mended before a run can be trusted. warning: look at it. note: good to know.
+    error: must be fixed before a run can be trusted. warning: look at it. note: good to know.
     """
 
     level: Level

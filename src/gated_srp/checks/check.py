@@ -188,16 +188,19 @@ def _sorted(notes: Iterable[Note]) -> tuple[Note, ...]:
 
 
 def _splits(data: CohortData, seeds: Sequence[int]) -> tuple[dict[str, Split], list[Note]]:
-    """Each split that a comparison would use, by name; those that cannot be made are findings, equal ones once."""
+    """Each split that a comparison would use, by name; those that cannot be used are findings, equal ones once."""
     folds = range(data.config.folds.number if data.config.folds else 1)
     splits: dict[str, Split] = {}
     errors: dict[Note, None] = {}
     for seed in seeds:
         for fold in folds:
             try:
-                splits[f"seed {seed}" + (f", fold {fold}" if len(folds) > 1 else "")] = data.split(seed, fold)
+                split = data.split(seed, fold)
+                assign_parts(split, data.table)  # no patient may be in two parts
             except UserError as error:
                 errors[found_by.of_error(error, "split")] = None
+            else:
+                splits[f"seed {seed}" + (f", fold {fold}" if len(folds) > 1 else "")] = split
     return splits, list(errors)
 
 
@@ -270,12 +273,8 @@ def _about_labels(table: Table) -> dict[str, Any]:
 def _about_splits(data: CohortData, splits: dict[str, Split]) -> dict[str, Any]:
     about: dict[str, Any] = {}
     for name, split in splits.items():
-        try:
-            parts = assign_parts(split, data.table).value_counts()
-        except UserError as error:
-            about[name] = {"source": split.source, "hash": split.hash, "error": str(error)}
-            continue
-        slides = {part: int(parts.get(part, 0)) for part in PARTS}
+        tally = assign_parts(split, data.table).value_counts()
+        slides = {part: int(tally.get(part, 0)) for part in PARTS}
         about[name] = {"source": split.source, "hash": split.hash, "slides": slides}
     return about
 
@@ -283,34 +282,25 @@ def _about_splits(data: CohortData, splits: dict[str, Split]) -> dict[str, Any]:
 def _about_cost(
     data: CohortData, facts: Sequence[FileFacts], splits: dict[str, Split], machine: Machine
 ) -> dict[str, Any]:
-    """Of one run and of the whole comparison, for the first split that works; nothing where none does."""
+    """Of one run and of the whole comparison, for the first split; nothing where there is none."""
+    if not splits:
+        return {}
     config = data.config
     good = {file.path: min(file.patches, config.cap or file.patches) for file in facts if file.usable}
     width = Counter(file.width for file in facts if file.usable).most_common(1)[0][0]
-    slides: dict[str, list[int]] = {}
-    for split in splits.values():
-        try:
-            frame = data.with_parts(split)
-        except UserError:
-            continue
-        slides = {
-            part: [good[path] for path in frame.loc[frame["part"] == part, "file"] if path in good] for part in PARTS
-        }
-        break
-    if not slides:
-        return {}
+    frame = data.with_parts(next(iter(splits.values())))
+    slides = {part: [good[path] for path in frame.loc[frame["part"] == part, "file"] if path in good] for part in PARTS}
     model = config.model
     trunks = [Trunk(width, model.dim, model.depth, dense=arm in ARMS and ARMS[arm].dense) for arm in config.arms]
     seconds = [run_seconds(trunk, slides, epochs=config.train.epochs, rate=machine.rate) for trunk in trunks]
-    repeats = max(1, len(splits))
     return {
         "machine": asdict(machine),
         "epochs": config.train.epochs,
         "run_seconds": max(seconds),
         "run_bytes": max(trunk.memory(max(good.values()) * config.at_once) for trunk in trunks),
         "at_once": config.at_once,
-        "runs": len(trunks) * repeats,
-        "comparison_seconds": sum(seconds) * repeats,
+        "runs": len(trunks) * len(splits),
+        "comparison_seconds": sum(seconds) * len(splits),
     }
 
 

@@ -21,10 +21,9 @@ _NONE = 0.1  # neighbours per patch below which there is nothing to correct at a
 _CURE = "Correct it, then check again."
 
 
-def of_error(error: UserError, kind: str, *where: str) -> Note:
+def of_error(error: UserError, kind: str) -> Note:
     """An exception of the data layer as a finding."""
-    note = Note.of(error, kind=kind)
-    return replace(note, where=where or note.where, cure=note.cure or _CURE)
+    return replace(Note.of(error, kind=kind), cure=error.cure or _CURE)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -147,16 +146,12 @@ def of_table(table: Table) -> Iterator[Note]:
 
 
 def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Path]) -> Iterator[Note]:
-    """Patients in two parts, parts that are empty or lack a class or an event; on the slides that can be used."""
+    """Slides in no part, parts that are empty or lack a class or an event; on the slides that can be used."""
     usable = {slide for slide, path in data.matches.found.items() if path not in set(broken)}
     frame = data.table.frame
     lacking: dict[tuple[Level, str], list[str]] = defaultdict(list)
     for name, split in splits.items():
-        try:
-            parts = assign_parts(split, data.table)
-        except UserError as error:
-            yield of_error(error, "split", name)
-            continue
+        parts = assign_parts(split, data.table)
         outside = int(parts.isna().sum())
         if outside:
             what = f"{outside:,} slides of the table are in no part of the split"

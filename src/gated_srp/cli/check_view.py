@@ -147,11 +147,8 @@ def _labels(labels: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _split(splits: dict[str, Any]) -> str:
-    good = {name: one for name, one in splits.items() if "slides" in one}
-    if len(good) < len(splits):
-        return f"{len(splits) - len(good)} of {len(splits)} splits cannot be used, see below"
-    name, first = next(iter(good.items()))
-    others = f", like {len(good) - 1} other splits" if len(good) > 1 else ""
+    name, first = next(iter(splits.items()))
+    others = f", like {len(splits) - 1} other splits" if len(splits) > 1 else ""
     return f"{_words(first['slides'])} slides ({name}{others}); no patient is in two parts"
 
 
