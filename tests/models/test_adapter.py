@@ -7,7 +7,7 @@ import torch
 
 from gated_srp import PatchGraph, trace
 from gated_srp.models import build_model, load_model, save_model
-from gated_srp.models.adapter import Adapter
+from gated_srp.models.block import Adapter
 from gated_srp.training.loop import GateRecorder
 
 SMALL = {"in_dim": 10, "num_outputs": 3, "dim": 24, "num_heads": 4, "num_landmarks": 8, "hidden_dim": 8}

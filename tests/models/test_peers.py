@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gated_srp import PatchGraph, UserError, trace
 from gated_srp.models import ARMS, build_model, load_model, save_model
-from gated_srp.models.local import LocalAttention
+from gated_srp.models.attention import LocalAttention
 from gated_srp.models.peers import (
     ABMIL,
     CLAM,

@@ -12,15 +12,12 @@ from typing import Any, ClassVar
 import torch
 
 from gated_srp.errors import UserError
-from gated_srp.models.adapter import Adapter
-from gated_srp.models.attention import Attention, DenseAttention
-from gated_srp.models.block import Block, LastBlock
+from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
+from gated_srp.models.block import Adapter, Block, LastBlock
 from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
-from gated_srp.models.local import LocalAttention
 from gated_srp.models.nystrom import NystromAttention
 from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Peer, TransMIL, srp_abmil
-from gated_srp.models.position import PPEG
-from gated_srp.models.slide import ImageTransformer, SlideModel, SlideTransformer, initialise
+from gated_srp.models.slide import PPEG, ImageTransformer, SlideModel, SlideTransformer, initialise
 from gated_srp.srp import (
     Coefficient,
     Direction,

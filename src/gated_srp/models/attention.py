@@ -1,16 +1,20 @@
-"""Attention as the blocks see it, and the dense form.
+"""Attention as the blocks see it: the dense form and the local one.
 
-Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channels.
+Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channels, R = B * L,
+K neighbours at most.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
 from gated_srp.models.fast import by_hand
 from gated_srp.models.fast.gradients import projections
 from gated_srp.srp import PatchGraph
+
+_GATHERED = 1024  # rows whose neighbours' keys and values are gathered at once
 
 
 class Attention(nn.Module):
@@ -68,6 +72,48 @@ class DenseAttention(FusedAttention):
         (q,) = self.heads(x[:, :1], 0, 1)
         (k,) = self.heads(x, 1, 2)
         return weights(q, k, key_mask(x, graph)).squeeze(2)
+
+
+class LocalAttention(DenseAttention):
+    """What the paper argues against and never tests: every patch over itself and its neighbours in the graph.
+
+    y_i = sum over j in N(i) and i itself of softmax_j(<q_i, k_j> / sqrt D) v_j; CLS alone reads all rows."""
+
+    def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
+        q, k, v = self.heads(x, 0, 3)
+        rows = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]  # (R, H, D)
+        table, meant = neighbour_table(graph)
+        parts = []
+        for q_part, *listed in zip(
+            rows[0].split(_GATHERED), table.split(_GATHERED), meant.split(_GATHERED), strict=True
+        ):
+            arguments = (q_part, *rows[1:], *listed)
+            # K + 1 keys and values a row: cheaper to gather twice than to keep.
+            parts.append(
+                checkpoint(_attend_table, *arguments, use_reentrant=False, preserve_rng_state=False)
+                if torch.is_grad_enabled()
+                else _attend_table(*arguments)
+            )
+        y = torch.cat(parts).view(len(x), -1, *rows[0].shape[1:]).transpose(1, 2)  # (B, H, L, D)
+        cls = F.scaled_dot_product_attention(q[:, :, :1], k, v, attn_mask=key_mask(x, graph))
+        return torch.cat([cls.to(y.dtype), y[:, :, 1:]], dim=2), v
+
+
+def neighbour_table(graph: PatchGraph) -> tuple[Tensor, Tensor]:
+    """Each row's own number, then its neighbours', (R, K + 1), and which entries are meant."""
+    counts = graph.neighbour_count
+    own = torch.arange(len(counts), device=counts.device).unsqueeze(1)  # (R, 1)
+    meant = torch.arange(graph.most_neighbours + 1, device=counts.device) <= counts.unsqueeze(1)  # (R, K + 1)
+    table = own.repeat(1, meant.shape[1])
+    table[:, 1:][meant[:, 1:]] = graph.neighbours
+    return table, meant
+
+
+def _attend_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, meant: Tensor) -> Tensor:
+    """Attention of rows q (P, H, D) over the rows of k, v (R, H, D) that the table (P, K + 1) means."""
+    logits = torch.einsum("phd,pjhd->phj", q, k[table]) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~meant.unsqueeze(1), float("-inf"))
+    return torch.einsum("phj,pjhd->phd", logits.softmax(-1).to(v.dtype), v[table])
 
 
 def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

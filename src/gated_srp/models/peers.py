@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from gated_srp.errors import UserError
 from gated_srp.models.attention import check_heads, merge_heads, split_heads
 from gated_srp.models.nystrom import check_one_length, nystrom, nystrom_map, segment_means
-from gated_srp.models.position import PPEG
-from gated_srp.models.slide import Loss, SlideModel
+from gated_srp.models.slide import PPEG, Loss, SlideModel
 from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
 from gated_srp.srp.projection import chunks
 
