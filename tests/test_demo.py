@@ -41,7 +41,7 @@ def test_both_tables_pass_the_check_without_a_remark_on_the_data(home):
         config = load_config(home / f"{name}.yaml")
         found = check(config)
         assert config.task == task and found.ok
-        assert found.summary["slides"]["found"] == 24 and found.summary["encoders"] == {"demo64": 24}
+        assert found.facts["slides"]["found"] == 24 and found.facts["encoders"] == {"demo64": 24}
 
 
 def test_files_are_in_tridents_layout(home):
