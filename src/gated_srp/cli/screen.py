@@ -1,6 +1,6 @@
-"""What a command says: results with `say`, warnings and errors with standard logging, and all of it in the file of --log.
+"""What a command prints: results with `say`, warnings and errors with standard logging, and all of it to the file of --log.
 
-Levels: INFO is what `say` has put on the screen; DEBUG is what --verbose adds; the rest goes to the error stream in any case.
+Levels: INFO is what `say` has printed already; DEBUG is what --verbose adds; the rest goes to the error stream in any case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLOURS = {logging.DEBUG: "bright_black", logging.WARNING: "yellow", logging.ER
 
 @dataclass
 class Screen:
-    """The options that stand before the command, as `begin` has set them."""
+    """The options before the command, as `begin` has set them."""
 
     quiet: bool = False
     debug: bool = False
@@ -37,7 +37,7 @@ SCREEN = Screen()
 
 
 def begin(*, verbose: bool = False, quiet: bool = False, debug: bool = False, log: Path | None = None) -> None:
-    """Set what is shown and what is written to a file from now on."""
+    """Set what is printed, and written to the log file, from now on."""
     if verbose and quiet:
         raise UserError("--verbose and --quiet together: choose one of them.")
     SCREEN.quiet, SCREEN.debug = quiet, debug
@@ -47,7 +47,7 @@ def begin(*, verbose: bool = False, quiet: bool = False, debug: bool = False, lo
 
 
 def say(text: str = "", *, bold: bool = False, err: bool = False) -> None:
-    """A result or a step of the work; --quiet leaves it out."""
+    """Print a result or a step of the work; --quiet leaves it out."""
     if not SCREEN.quiet:
         _echo(typer.style(text, bold=True) if bold else text, err=err)
     LOG.info("%s", text.strip("\n"))
@@ -55,7 +55,7 @@ def say(text: str = "", *, bold: bool = False, err: bool = False) -> None:
 
 @contextmanager
 def console(*, err: bool = False) -> Iterator[Console]:
-    """``with console() as page: page.print(table)``: rich's, under the same options as `say`."""
+    """``with console() as page: page.print(table)``: rich's console, under the same options as `say`."""
     from rich.console import Console
 
     page = Console(stderr=err, file=io.StringIO() if SCREEN.quiet else None, record=True)
@@ -64,7 +64,7 @@ def console(*, err: bool = False) -> Iterator[Console]:
 
 
 def progress_console() -> Console:
-    """For bars and counts, which no log needs."""
+    """For bars and counts, which do not go to the log."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=SCREEN.quiet, highlight=False)
@@ -72,7 +72,7 @@ def progress_console() -> Console:
 
 class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno != logging.INFO:  # it is on the screen already
+        if record.levelno != logging.INFO:  # `say` has printed it already
             _echo(typer.style(record.getMessage(), fg=_COLOURS.get(record.levelno)), err=True)
 
 
@@ -81,11 +81,12 @@ def _file(path: Path) -> logging.Handler:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UserError(f"--log {path}: cannot be written ({error.strerror}). Choose another file.") from None
+        what = f"cannot be written ({error.strerror})"
+        raise UserError(what, where=f"--log {path}", cure="Choose another file.") from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     return handler
 
 
 def _echo(text: str, *, err: bool) -> None:
-    """Without colours where NO_COLOR is set (no-color.org), or where nobody looks: click strips them from pipes and files."""
+    """Without colours if NO_COLOR is set (no-color.org), or outside a terminal: click strips them from pipes and files."""
     typer.echo(text, err=err, color=False if os.environ.get("NO_COLOR") else None)

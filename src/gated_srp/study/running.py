@@ -258,6 +258,8 @@ def run_ray(
                 cell = pending.pop(reference)
                 try:
                     board[cell].seconds, error = ray.get(reference)
+                except ray.exceptions.RayTaskError as failed:
+                    error = UserError(str(failed.cause), kind="crash")
                 except ray.exceptions.RayError as lost:
                     error = UserError(f"lost by the cluster: {type(lost).__name__}", kind="crash")
                 if error is None and not cell.run.finished:
