@@ -21,8 +21,8 @@ from gated_srp.tasks import task_from_card
 from gated_srp.training.folder import RunFolder
 from gated_srp.training.inputs import load_inputs
 from gated_srp.training.loop import COLUMNS
+from gated_srp.training.results import FeatureStatistics
 from gated_srp.training.train import train
-from gated_srp.training.trained import FeatureStatistics
 
 FILES = {
     *("config.yaml", "split.csv", "history.csv", "gates.csv", "metrics.json", "model.safetensors", "environment.json"),

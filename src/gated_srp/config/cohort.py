@@ -14,7 +14,6 @@ import pandas as pd
 from torch import Tensor
 
 from gated_srp.config.schema import CohortConfig
-from gated_srp.data.cache import BagCache
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.prepared import Preparation
@@ -136,5 +135,9 @@ def preparation(config: CohortConfig) -> Preparation:
 
 def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
     """The bags of these slides (as `CohortData.slides` gives them), with the settings and the cache of a cohort."""
-    cache = BagCache(config.cache.folder) if config.cache.folder else None
+    cache = None
+    if config.cache.folder:
+        from gated_srp.data.cache import BagCache
+
+        cache = BagCache(config.cache.folder)
     return SlideDataset(slides, preparation(config), targets=targets, cache=cache)

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gated_srp.data.cache import BagCache
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
@@ -27,6 +26,9 @@ from gated_srp.streams import stream
 _SHARED = Path("/dev/shm")  # where the bags of worker processes pass through on Linux
 _ROOM = 2**31  # bytes of it that let a few large bags pass
 Variation = tuple[int, int]  # seed and epoch of a training run
+
+if TYPE_CHECKING:
+    from gated_srp.data.cache import BagCache
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,7 +60,7 @@ class SlideDataset(Dataset[SlideBag]):
         settings: Preparation,
         *,
         targets: Tensor | None = None,
-        cache: BagCache | None = None,
+        cache: "BagCache | None" = None,
     ) -> None:
         if targets is not None and len(targets) != len(slides):
             raise ValueError(f"{len(targets)} targets for {len(slides)} slides")

@@ -7,16 +7,14 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
 from gated_srp.models.block import Adapter, Block, LastBlock
-from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
 from gated_srp.models.nystrom import NystromAttention
-from gated_srp.models.peers import ABMIL, CLAM, DSMIL, LinearProbe, MeanPool, Peer, TransMIL, srp_abmil
 from gated_srp.models.slide import PPEG, ImageTransformer, SlideModel, SlideTransformer, initialise
 from gated_srp.srp import (
     Coefficient,
@@ -36,6 +34,9 @@ from gated_srp.srp import (
     rectified,
     xavier,
 )
+
+if TYPE_CHECKING:
+    from gated_srp.models.peers import Peer
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class ImageArm(Arm):
 class PeerArm:
     """A model of another publication; ``make`` takes what it wants of the sizes. Facts as in `Arm`."""
 
-    make: Callable[[int, int, Sizes], Peer]
+    make: Callable[[int, int, Sizes], "Peer"]
     title: str = ""
     gated: bool = False
 
@@ -154,7 +155,7 @@ class PeerArm:
     images: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
 
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> Peer:
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> "Peer":
         return self.make(in_dim, num_outputs, sizes)
 
 
@@ -163,6 +164,8 @@ def _nystrom(sizes: Sizes, number: int) -> Attention:
 
 
 def _differential(sizes: Sizes, number: int) -> Attention:
+    from gated_srp.models.differential import DifferentialNystrom
+
     return DifferentialNystrom(sizes.dim, sizes.num_heads, depth=number, num_landmarks=sizes.num_landmarks)
 
 
@@ -175,7 +178,16 @@ def _local(sizes: Sizes, number: int) -> Attention:
 
 
 def _dense_differential(sizes: Sizes, number: int) -> Attention:
+    from gated_srp.models.differential import DifferentialAttention
+
     return DifferentialAttention(sizes.dim, sizes.num_heads, depth=number)
+
+
+def _peers() -> Any:
+    """Their module; a run of another arm does not load it."""
+    from gated_srp.models import peers
+
+    return peers
 
 
 def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
@@ -239,16 +251,16 @@ ARMS: dict[str, Arm | PeerArm] = {
     "vit_s16_fixed_beta_2": _vit_s16(_dense, _fixed(2.0)),
     # peers, at the width of the others; TransMIL and CLAM as published
     "local_attention": Arm(_local),
-    "mean_pool": PeerArm(lambda i, o, sizes: MeanPool(i, o, dim=sizes.dim)),
-    "abmil": PeerArm(lambda i, o, sizes: ABMIL(i, o, dim=sizes.dim)),
+    "mean_pool": PeerArm(lambda i, o, sizes: _peers().MeanPool(i, o, dim=sizes.dim)),
+    "abmil": PeerArm(lambda i, o, sizes: _peers().ABMIL(i, o, dim=sizes.dim)),
     "srp_abmil": PeerArm(
-        lambda i, o, sizes: srp_abmil(i, o, dim=sizes.dim, delta=sizes.delta, hidden_dim=sizes.hidden_dim),
+        lambda i, o, sizes: _peers().srp_abmil(i, o, dim=sizes.dim, delta=sizes.delta, hidden_dim=sizes.hidden_dim),
         gated=True,
     ),
-    "dsmil": PeerArm(lambda i, o, sizes: DSMIL(i, o, dim=sizes.dim)),
-    "clam_sb": PeerArm(lambda i, o, sizes: CLAM(i, o)),
-    "transmil": PeerArm(lambda i, o, sizes: TransMIL(i, o)),
-    "linear_probe": PeerArm(lambda i, o, sizes: LinearProbe(i, o)),
+    "dsmil": PeerArm(lambda i, o, sizes: _peers().DSMIL(i, o, dim=sizes.dim)),
+    "clam_sb": PeerArm(lambda i, o, sizes: _peers().CLAM(i, o)),
+    "transmil": PeerArm(lambda i, o, sizes: _peers().TransMIL(i, o)),
+    "linear_probe": PeerArm(lambda i, o, sizes: _peers().LinearProbe(i, o)),
 }
 
 

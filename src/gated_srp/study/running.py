@@ -33,7 +33,7 @@ from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches
 from gated_srp.study.engine import Board, Slot, local_slots, run_local
 from gated_srp.study.worker import COMMAND, last_words, reply
-from gated_srp.training.trained import evenly
+from gated_srp.training.results import evenly
 
 EngineName = Literal["local", "ray", "slurm"]
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gated_srp.errors import UserError
-from gated_srp.models import SlideModel, load_model, load_published
+from gated_srp.models import SlideModel
 from gated_srp.srp.coefficient import Coefficient
 
 
@@ -101,6 +101,8 @@ def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) ->
 
     Gates that the file lacks start anew, and so does a head of another width unless ``all_of_trunk``.
     """
+    from gated_srp.models import load_model, load_published
+
     source = (load_model if checkpoint.suffix == ".safetensors" else load_published)(checkpoint).state_dict()
     own = model.state_dict()
     gates = {name for name, _ in gate_parameters(model)}

@@ -26,7 +26,8 @@ from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
-from gated_srp.training.trained import FittingDataset, TrainedRun, average, open_runs, slide_mean
+from gated_srp.training.results import slide_mean
+from gated_srp.training.trained import FittingDataset, TrainedRun, average, open_runs
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from gated_srp.errors import Interrupted, UserError
-from gated_srp.machine import bf16_environment, has_bf16
 from gated_srp.progress import Progress
 
 Precision = Literal["32", "bf16"]
@@ -39,6 +38,8 @@ def choose_precision(wanted: str, kind: str) -> Precision:
     if wanted == "auto":
         return "bf16" if kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "32"
     if wanted == "bf16" and kind == "cpu":
+        from gated_srp.machine import bf16_environment, has_bf16
+
         if not has_bf16():
             return "32"
         os.environ.update(bf16_environment())  # oneDNN reads it at the first bf16 product of this process
