@@ -96,9 +96,9 @@ def full_figures(rows: list[Row]) -> list[Figure]:
     assert stream.peak_mb is not None
     step = {row.arm: row.seconds for row in rows if (row.tokens, row.phase, row.dtype) == (512, "train", "float32")}
     return [
-        Figure(large, f"time a patch, against {small:,} patches", grown[large] / grown[small], 1.15, False),
+        Figure(large, f"time per patch, against {small:,} patches", grown[large] / grown[small], 1.15, False),
         Figure(stream.tokens, "peak of prepare + predict, GB", stream.peak_mb / 1024, 20, False),
         Figure(
-            512, "training steps a second, ours / textbook", (step["textbook"] or 0) / (step["gated_srp"] or 1), 1.3
+            512, "training steps per second, ours / textbook", (step["textbook"] or 0) / (step["gated_srp"] or 1), 1.3
         ),
     ]

@@ -111,7 +111,7 @@ def test_pinv_stays_float32_under_autocast():
 
 def test_unequal_lengths_are_refused_by_nystrom():
     graph = PatchGraph.batch([PatchGraph.from_grid(1, 2), PatchGraph.from_grid(2, 2)])
-    with pytest.raises(UserError, match=r"one bag a batch.*\(2, 4\)"):
+    with pytest.raises(UserError, match=r"one bag per batch.*\(2, 4\)"):
         NystromAttention(24, 4)(rows(4).expand(2, 4, 24), graph)
 
 

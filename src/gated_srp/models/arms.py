@@ -303,7 +303,8 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     parts = find_arm(arm)
     known = {size.name for size in fields(Sizes)}
     if unknown := sorted(set(sizes) - known):
-        raise UserError(f"build_model: unknown size {unknown[0]!r}, expected some of {', '.join(sorted(known))}.")
+        expected = ", ".join(sorted(known))
+        raise UserError(f"unknown size {unknown[0]!r}, expected some of {expected}.", where="build_model")
     full = Sizes(**{**parts.defaults, **sizes})
     # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
     with torch.random.fork_rng(devices=[]):

@@ -88,7 +88,7 @@ class LocalAttention(DenseAttention):
             rows[0].split(_GATHERED), table.split(_GATHERED), meant.split(_GATHERED), strict=True
         ):
             arguments = (q_part, *rows[1:], *listed)
-            # K + 1 keys and values a row: cheaper to gather twice than to keep.
+            # K + 1 keys and values per row: cheaper to gather twice than to keep.
             parts.append(
                 checkpoint(_attend_table, *arguments, use_reentrant=False, preserve_rng_state=False)
                 if torch.is_grad_enabled()

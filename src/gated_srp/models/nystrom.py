@@ -82,7 +82,7 @@ def landmark_values(q_marks: Tensor, k_marks: Tensor, k: Tensor, v: Tensor) -> T
 def nystrom_map(q: Tensor, keys: Iterable[Tensor], q_marks: Tensor, k_marks: Tensor) -> Tensor:
     """The weights F pinv(A) B themselves for a few queries: (B, H, queries, L), signed, rows need not sum to one.
 
-    ``keys`` (B, L, D) of each head in turn; B, M numbers a row and head, exists for one head at a time.
+    ``keys`` (B, L, D) of each head in turn; B, M numbers per row and head, exists for one head at a time.
     """
     with torch.autocast(q.device.type, enabled=False):
         left = weights(q, k_marks) @ pinv(weights(q_marks, k_marks))  # (B, H, queries, M)
@@ -134,6 +134,6 @@ def means_of_segments(x: Tensor, size: int) -> Tensor:
 def check_one_length(graph: PatchGraph) -> None:
     if len(set(graph.lengths)) > 1:
         raise UserError(
-            f"Nystrom attention takes one bag a batch, or bags of one length; here the lengths are {graph.lengths}. "
-            "Call the model bag by bag and accumulate gradients, or use an arm with dense attention (vit4)."
+            f"Nystrom attention takes one bag per batch, or bags of one length; here the lengths are {graph.lengths}",
+            cure="Call the model bag by bag and accumulate gradients, or use an arm with dense attention (vit4).",
         )

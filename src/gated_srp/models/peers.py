@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gated_srp.errors import UserError
 from gated_srp.models.attention import check_heads, merge_heads, split_heads
 from gated_srp.models.nystrom import check_one_length, nystrom, nystrom_map, segment_means
-from gated_srp.models.slide import PPEG, Loss, SlideModel
+from gated_srp.models.slide import PPEG, Loss, SlideModel, check_bags
 from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
 from gated_srp.srp.projection import chunks
 
@@ -48,16 +47,7 @@ class Peer(SlideModel):
 
     def rows(self, features: Tensor, graph: PatchGraph) -> Tensor:
         """The features in the dtype of the weights, after a look at their shape."""
-        if features.ndim != 3 or features.shape[-1] != self.in_dim or features.shape[1] == 0:
-            raise UserError(
-                f"features: shape {tuple(features.shape)}, expected (B, N, {self.in_dim}) with at least one patch. "
-                "One bag needs a batch axis (features[None]); another last size means features of another encoder."
-            )
-        if graph.num_rows != features.shape[0] * features.shape[1] or graph.before:
-            raise UserError(
-                f"graph: {graph.num_bags} bags and {graph.num_rows} rows for features {tuple(features.shape)}. "
-                "Build the graph from the coordinates of these patches alone (PatchGraph.from_coords)."
-            )
+        check_bags(features, graph, self.in_dim)
         check_one_length(graph)
         return features.to(next(self.parameters()).dtype)
 
@@ -237,7 +227,7 @@ class TransMILLayer(nn.Module):
     """x + W_o (F pinv(A) B v + conv(v)) with Nystrom attention of LN x.
 
     Rows are padded in front with zeros to a multiple of the landmarks, and the zeros take part in means and softmaxes; q, k, v
-    have no bias; conv is one depthwise kernel of 33 rows a head over the values (the value residual).
+    have no bias; conv is one depthwise kernel of 33 rows per head over the values (the value residual).
     """
 
     def __init__(self, dim: int, num_heads: int, num_landmarks: int, *, kernel: int = 33) -> None:

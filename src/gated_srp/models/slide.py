@@ -158,16 +158,7 @@ class SlideTransformer(SlideModel):
         return (draws >= rates) / (1 - rates)
 
     def _check(self, features: Tensor, graph: PatchGraph) -> None:
-        if features.ndim != 3 or features.shape[-1] != self.in_proj.in_features or features.shape[1] == 0:
-            raise UserError(
-                f"features: shape {tuple(features.shape)}, expected (B, N, {self.in_proj.in_features}) with at least one patch. "
-                "One bag needs a batch axis (features[None]); another last size means features of another encoder."
-            )
-        if graph.num_bags != len(features) or graph.num_rows != features.shape[0] * features.shape[1] or graph.before:
-            raise UserError(
-                f"graph: {graph.num_bags} bags and {graph.num_rows} rows for features {tuple(features.shape)}. Build the graph from the "
-                "coordinates of these patches alone (PatchGraph.from_coords); the model adds CLS and padding itself."
-            )
+        check_bags(features, graph, self.in_proj.in_features)
 
 
 class ImageTransformer(SlideTransformer):
@@ -199,9 +190,27 @@ class ImageTransformer(SlideTransformer):
         known = self.pos_embed.shape[1] - 1
         if features.shape[1] != known or set(graph.lengths) != {known}:
             raise UserError(
-                f"features: {features.shape[1]} patches, but the model has learned positions for {known}. It takes images of one "
-                "size, that of its training; slides need an arm without learned positions, such as gated_srp."
+                f"{features.shape[1]} patches, but the model has learned positions for {known}",
+                where="features",
+                cure="It takes images of one size, that of its training; slides need an arm without learned positions, such as gated_srp.",
             )
+
+
+def check_bags(features: Tensor, graph: PatchGraph, in_dim: int) -> None:
+    """Refuse features that are not (B, N, in_dim), or a graph of other rows than theirs."""
+    shape = tuple(features.shape)
+    if features.ndim != 3 or shape[-1] != in_dim or shape[1] == 0:
+        raise UserError(
+            f"shape {shape}, expected (B, N, {in_dim}) with at least one patch",
+            where="features",
+            cure="One bag needs a batch axis (features[None]); another last size means features of another encoder.",
+        )
+    if graph.num_bags != shape[0] or graph.num_rows != shape[0] * shape[1] or graph.before:
+        raise UserError(
+            f"{graph.num_bags} bags and {graph.num_rows} rows for features {shape}",
+            where="graph",
+            cure="Build the graph from the coordinates of these patches alone (PatchGraph.from_coords); the model adds CLS and padding itself.",
+        )
 
 
 def initialise(model: nn.Module, seed: int) -> None:

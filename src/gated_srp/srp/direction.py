@@ -57,7 +57,7 @@ class SlideMean(Direction):
 
 
 class RandomDirection(Direction):
-    """Control: a fixed random axis a head, the same for every patch that has neighbours."""
+    """Control: a fixed random axis per head, the same for every patch that has neighbours."""
 
     axis: Tensor
 

@@ -215,8 +215,9 @@ def _check_finite(norms: Tensor) -> None:
     if not good.all():
         bad = (~good).nonzero().flatten()
         raise UserError(
-            f"features: {len(bad)} of {len(good)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}. "
-            "Drop those rows together with their coordinates, or extract the slide again."
+            f"{len(bad)} of {len(good)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}",
+            where="features",
+            cure="Drop those rows together with their coordinates, or extract the slide again.",
         )
 
 
@@ -235,16 +236,20 @@ def _offsets(counts: Tensor) -> Tensor:
 def _check(coords: Tensor, features: Tensor | None, window: int, lattice: str) -> None:
     if coords.ndim != 2 or coords.shape[1] != 2 or len(coords) == 0:
         raise UserError(
-            f"coords: shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner."
+            f"shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner.",
+            where="coords",
         )
     if coords.is_floating_point() and not torch.isfinite(coords).all():
         raise UserError(
-            "coords: some are NaN or infinite. Every patch needs a position: drop those patches or extract the slide again."
+            "some are NaN or infinite",
+            where="coords",
+            cure="Every patch needs a position: drop those patches or extract the slide again.",
         )
     if features is not None and (features.ndim != 2 or len(features) != len(coords)):
         raise UserError(
-            f"features: shape {tuple(features.shape)} for {len(coords)} coordinates, expected ({len(coords)}, C). "
-            "The two do not belong to the same slide file, or a batch axis is left."
+            f"shape {tuple(features.shape)} for {len(coords)} coordinates, expected ({len(coords)}, C)",
+            where="features",
+            cure="The two do not belong to the same slide file, or a batch axis is left.",
         )
     if window < 3 or window % 2 == 0:
         raise UserError(

@@ -82,7 +82,7 @@ def _gradients(
 
 
 class _Project(torch.autograd.Function):
-    """Keeps the axis, beta and one number a row; y itself only where the axis is learned (XSA)."""
+    """Keeps the axis, beta and one number per row; y itself only where the axis is learned (XSA)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Tensor, beta: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def measure(y: Tensor, axis_at: AxisAt) -> Measured:
 
 
 class _Correct(torch.autograd.Function):
-    """`project` along an axis that gets no gradient, in row chunks; it keeps the axis and three numbers a row and head."""
+    """`project` along an axis that gets no gradient, in row chunks; it keeps the axis and three numbers per row and head."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Tensor, beta: Tensor, measured: Measured) -> Tensor:
@@ -182,7 +182,7 @@ def corrected(y: Tensor, axis: Tensor, beta: Tensor, measured: Measured) -> Tens
 class _CorrectedLinear(torch.autograd.Function):
     """project + linear in row chunks; axis and corrected rows are recomputed in backward instead of kept.
 
-    Of what the attention does not hold anyway (y, v, the weight) it keeps three numbers a row and head.
+    Of what the attention does not hold anyway (y, v, the weight) it keeps three numbers per row and head.
     """
 
     @staticmethod

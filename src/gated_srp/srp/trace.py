@@ -30,7 +30,7 @@ class LayerTrace:
 
 @contextmanager
 def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Iterator[Sequence[LayerTrace]]:
-    """Record the first forward inside the `with`, a `LayerTrace` a layer.
+    """Record the first forward inside the `with`, one `LayerTrace` per layer.
 
     ``attention``: layers (from 0) whose attention map is wanted, or all, or none: each costs time and memory.
 
