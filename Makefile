@@ -25,8 +25,8 @@ test: $(READY) lint
 
 # A minute: the core, tasks and files, and the rules of the house. For while you write; `make test` before you push.
 quick: $(READY)
-	$(BIN)/python -m pytest -n 2 -q tests/srp tests/models tests/tasks tests/data tests/config tests/test_contract.py tests/test_docs.py \
-		tests/test_errors.py tests/test_facts.py tests/test_files.py tests/test_layers.py tests/test_version.py
+	$(BIN)/python -m pytest -n 2 -q -m "not slow" tests/srp tests/models tests/tasks tests/data tests/config \
+		tests/test_contract.py tests/test_docs.py tests/test_errors.py tests/test_facts.py tests/test_files.py tests/test_layers.py tests/test_version.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -185,6 +185,7 @@ def _read_often(folder, files, settings, times, answers):
     answers.put(total)
 
 
+@pytest.mark.slow
 def test_two_processes_may_share_a_folder(tmp_path, cache):
     files = [write_trident(tmp_path / "job", f"s{i}", make_slide(i)) for i in range(3)]
     context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of torch's threads

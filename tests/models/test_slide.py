@@ -195,6 +195,7 @@ def test_half_precision_features_are_widened(dtype):
         torch.testing.assert_close(model(half, graph), model(half.float(), graph), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["gated_srp", "vit4_gated_srp"])
 def test_a_compiled_model_gives_the_same_numbers(arm):
     features, coords = bag(25)

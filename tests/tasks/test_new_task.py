@@ -95,6 +95,7 @@ def write_cohort(folder, slides):
     return write_yaml(folder, task="regression", out=str(folder / "runs"), train={"epochs": 6})
 
 
+@pytest.mark.slow
 def test_a_number_per_slide_from_the_yaml_to_the_report(tmp_path, regression):
     inside, outside = (write_cohort(tmp_path / name, slides) for name, slides in (("in", 30), ("out", 12)))
     found = gated_srp.check(inside)
