@@ -25,7 +25,7 @@ def train(
     change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.epochs=5.")] = None,
 ) -> None:
     """Train one run, or go on with one that was interrupted: OUT/COHORT/ARM/seed42."""
-    settings = _changes(change or [])
+    settings = changes(change or [])
 
     from gated_srp.cli.progress import show_progress
     from gated_srp.errors import Interrupted
@@ -49,13 +49,14 @@ def train(
         raise typer.Exit(130) from None
 
 
-def _changes(given: list[str]) -> dict[str, str]:
+def changes(given: list[str]) -> dict[str, str]:
+    """Settings given as ``--set train.epochs=5``, by name."""
     from gated_srp.errors import UserError
 
-    changes = {}
+    found = {}
     for item in given:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise UserError("expected KEY=VALUE, e.g. --set train.epochs=5.", where=f"--set {item}")
-        changes[key] = value
-    return changes
+        found[key] = value
+    return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gated_srp.cli.runs import changes
 from gated_srp.cli.screen import say
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def reproduce(
             cohorts=_words(cohorts),
             seeds=_numbers(seeds),
             out=out,
-            settings=_settings(change),
+            settings=changes(change or []),
             dry_run=dry_run,
             **running,
         )
@@ -248,18 +249,6 @@ def _show_plan(one: ReproducedStudy) -> None:
             say(f"{study.name}, beside them: {len(more)} cells of untuned rows")
         for cell in part.itertuples():
             say(f"  {cell.cohort:<11} {cell.row:<36} seed {cell.seed}  {cell.settings}")
-
-
-def _settings(given: list[str] | None) -> dict[str, str]:
-    from gated_srp.errors import UserError
-
-    settings = {}
-    for item in given or []:
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise UserError("expected KEY=VALUE, e.g. --set train.workers=4.", where=f"--set {item}")
-        settings[key] = value
-    return settings
 
 
 def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
