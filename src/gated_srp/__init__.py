@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from gated_srp.reports.heatmap import heatmap
     from gated_srp.reports.page import report
     from gated_srp.slides.extract import extract
-    from gated_srp.srp import GatedSRP, PatchGraph, trace
+    from gated_srp.srp import GatedSRP, PatchGraph
+    from gated_srp.srp.trace import trace
     from gated_srp.study import compare, reproduce, stats, tune
     from gated_srp.training.evaluate import evaluate
     from gated_srp.training.predict import predict

@@ -19,7 +19,6 @@ from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.lattice import infer_stride
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.projection import neighbour_mean, project, unit
-from gated_srp.srp.trace import LayerTrace, trace
 
 __all__ = [
     "Coefficient",
@@ -27,7 +26,6 @@ __all__ = [
     "FixedCoefficient",
     "FourInputGate",
     "GatedSRP",
-    "LayerTrace",
     "NeighbourMean",
     "OwnValue",
     "PatchGraph",
@@ -44,7 +42,6 @@ __all__ = [
     "rectified",
     "regimes",
     "signed",
-    "trace",
     "unit",
     "xavier",
     "zeros",

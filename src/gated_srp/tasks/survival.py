@@ -18,6 +18,7 @@ from gated_srp.errors import Note, UserError
 from gated_srp.tasks.survival_metrics import (
     FollowUp,
     concordance_index,
+    curve_at,
     risk_groups,
     survival_at_times,
     uno_concordance,
@@ -370,19 +371,6 @@ def read_events(cells: pd.Series[Any], where: Path, *, censorship: bool) -> pd.S
     expected = "0, 1, dead/alive, deceased/living, yes/no, true/false, event/censored"
     refuse_unreadable(cells, words.notna() & ~words.isin(list(meaning)), where, expected)
     return words.map(meaning).astype(float)
-
-
-def curve_at(times: np.ndarray, edges: np.ndarray, curve: np.ndarray) -> np.ndarray:
-    """Survival (B, times) from survival at a model's own edges (B, edges): the hazard is constant from edge to edge, and goes on.
-
-    >>> curve_at(np.array([1.0, 4.0]), np.array([2.0]), np.array([[0.25]])).tolist()
-    [[0.5, 0.0625]]
-    """
-    place = np.concatenate([[0.0], edges])
-    log = np.log(np.concatenate([np.ones((len(curve), 1)), curve], 1))  # (B, 1 + edges)
-    right = np.clip(np.searchsorted(place, times), 1, len(edges))
-    share = (times - place[right - 1]) / (place[right] - place[right - 1])
-    return np.asarray(np.exp(log[:, right - 1] + share * (log[:, right] - log[:, right - 1])))
 
 
 def _spread(values: pd.Series[Any]) -> dict[str, float]:

@@ -155,6 +155,19 @@ def risk_groups(risk: Floats, cases: FollowUp, threshold: float) -> RiskGroups:
     return RiskGroups(pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(), statistic, p_value)
 
 
+def curve_at(times: np.ndarray, edges: np.ndarray, curve: np.ndarray) -> np.ndarray:
+    """Survival (B, times) from survival at a model's own edges (B, edges): the hazard is constant from edge to edge, and goes on.
+
+    >>> curve_at(np.array([1.0, 4.0]), np.array([2.0]), np.array([[0.25]])).tolist()
+    [[0.5, 0.0625]]
+    """
+    place = np.concatenate([[0.0], edges])
+    log = np.log(np.concatenate([np.ones((len(curve), 1)), curve], 1))  # (B, 1 + edges)
+    right = np.clip(np.searchsorted(place, times), 1, len(edges))
+    share = (times - place[right - 1]) / (place[right] - place[right - 1])
+    return np.asarray(np.exp(log[:, right - 1] + share * (log[:, right] - log[:, right - 1])))
+
+
 def _single(values: Floats) -> Tensor:
     import torch
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from gated_srp import PatchGraph, trace
 from gated_srp.models import build_model
 from gated_srp.models.fast import one_pass, plain_forwards
 from gated_srp.models.fast.inference import Scratch
-from gated_srp.srp import PatchGraph, trace
 
 ARMS = [
     "na",
