@@ -53,7 +53,7 @@ def load_card(path: Path) -> dict[str, Any]:
         raise UserError(
             f"written in format {card['format']}, this version reads up to {FORMAT}",
             where=path,
-            cure="Update gated-srp: pip install -U gated-srp.",
+            cure="Update gated-srp.",
         )
     return card
 

@@ -348,6 +348,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
         what = f"the saved state cannot be read ({type(error).__name__})"
         raise UserError(what, where=path, cure="Remove this file to train from the start.") from error
     if content.pop("format", 0) > FORMAT:
-        cure = "Update it: pip install -U gated-srp."
+        cure = "Update gated-srp."
         raise UserError("written by a newer version of gated-srp", where=path, cure=cure)
     return Checkpoint(**content | {"progress": TrainingProgress(**content["progress"])})

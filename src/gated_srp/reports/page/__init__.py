@@ -179,9 +179,8 @@ def _result(run: FinishedRun) -> dict[str, str]:
 def _commands(contents: Contents) -> Iterator[str]:
     versions = next((run.environment.get("versions") or {} for run in contents.runs if run.environment), {})
     torch = str(versions.get("torch", "")).split("+")[0]
-    yield f"pip install 'gated-srp[train]=={versions.get('gated_srp', __version__)}'" + (
-        f" torch=={torch}" if torch else ""
-    )
+    version = versions.get("gated_srp", __version__)
+    yield f"pip install '.[train]'{f' torch=={torch}' if torch else ''}  # in the repository of gated-srp, at version {version}"
     cohorts: dict[str, list[FinishedRun]] = {}
     for run in contents.runs:
         cohorts.setdefault(run.cohort, []).append(run)
