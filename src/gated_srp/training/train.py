@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from gated_srp.config.load import load_config
 from gated_srp.config.schema import CohortConfig
@@ -101,13 +102,18 @@ class Job:
 
 
 def _with_changes(cohort: str | Path | CohortConfig, changes: dict[str, Any]) -> CohortConfig:
+    """The cohort's settings, from its file or at hand, with some changed; those at hand are checked again."""
     if not isinstance(cohort, CohortConfig):
         return load_config(cohort, changes)
     plain = cohort.model_dump()
     for key, value in changes.items():
         section, _, inner = key.partition(".")
-        plain[section] = {**plain[section], inner: value} if inner else value
-    return CohortConfig.model_validate(plain) if changes else cohort
+        plain[section] = {**(plain.get(section) or {}), inner: value} if inner else value
+    try:
+        return CohortConfig.model_validate(plain) if changes else cohort
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
+        raise UserError("; ".join(found), where="settings") from None
 
 
 def _check(job: Job) -> None:

@@ -1,0 +1,58 @@
+"""A run's folder is read in one place, and what is not there yet reads as empty."""
+
+import math
+
+import pandas as pd
+import pytest
+from toy_cohorts import open_config
+
+import gated_srp
+from gated_srp.errors import UserError
+from gated_srp.training.folder import RunFolder
+
+
+def test_a_finished_run_reads_back_what_was_written(finished):
+    run = RunFolder(finished)
+    assert run.finished and not run.begun
+    assert run.settings["arms"] == ["gated_srp"] and run.environment["precision"] == "32"
+    assert run.results["score"] == "slide" and run.metrics("test") == run.metrics("test", "slide")
+    assert run.metrics("val")["macro_f1"] == run.results["val"]["slide"]["macro_f1"]
+    assert list(run.history.columns) == ["epoch", "split", "metric", "value"] and run.history["epoch"].max() == 3
+    assert set(run.gates["layer"]) == {0} and set(run.split["split"]) == {"train", "val", "test"}
+    assert {"slide", "case", "label", "predicted"} <= set(run.predictions("test", "slide"))
+    assert run.card["task"] == "classification"
+    page = run._repr_html_()
+    assert "macro_f1" in page and "best epoch" in page
+
+
+def test_a_folder_without_a_run_reads_as_empty(tmp_path):
+    run = RunFolder(tmp_path / "nothing")
+    assert not run.finished and not run.begun and run.settings == run.environment == run.results == {}
+    assert run.metrics("test") == {} and run.split is None
+    assert run.history.empty and run.gates.empty and "not begun" in run._repr_html_()
+    with pytest.raises(UserError, match="cannot be read as predictions"):
+        run.predictions("test", "slide")
+
+
+def test_an_undefined_metric_is_not_a_number_and_a_broken_file_says_so(tmp_path):
+    (tmp_path / "metrics.json").write_text('{"score": "slide", "test": {"slide": {"macro_auc": null}}}')
+    assert math.isnan(RunFolder(tmp_path).metrics("test")["macro_auc"])
+    (tmp_path / "metrics.json").write_text("{")
+    with pytest.raises(UserError, match=r"metrics.json: cannot be read"):
+        RunFolder(tmp_path).metrics("test")
+
+
+def test_train_takes_a_yaml_or_a_config_and_changed_settings(cohort, tmp_path):
+    few = {"train.epochs": 1}
+    events = []
+    by_file = gated_srp.train(cohort, arm="na", out=tmp_path / "a", settings=few, progress=events.append)
+    by_config = gated_srp.train(open_config(cohort), arm="na", out=tmp_path / "b", settings=few)
+    pd.testing.assert_frame_equal(by_file.history, by_config.history)
+    assert by_file.path == tmp_path / "a" / "toy" / "na" / "seed42"
+    assert {event.stage for event in events} == {"bags", "train"} and events[-1].text.endswith(by_last(by_file))
+    with pytest.raises(UserError, match=r"settings: train\.epochs: Input should be greater than or equal to 1"):
+        gated_srp.train(open_config(cohort), settings={"train.epochs": 0})
+
+
+def by_last(run: RunFolder) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in run.metrics("test").items())
