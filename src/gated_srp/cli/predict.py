@@ -119,7 +119,7 @@ def _report(found: "Evaluation") -> list[str]:
 
 def _say(notes: "tuple[Note, ...]", skipped: "pd.DataFrame") -> None:
     for note in notes:
-        say(f"note: {note}", err=True) if note.level == "note" else LOG.warning("%s", note)
+        say(f"note: {note}", err=True) if note.level == "note" else LOG.warning("%s", note.line)
     for row in skipped.itertuples():
         LOG.warning("skipped: %s: %s", row.file, row.problem)
 
