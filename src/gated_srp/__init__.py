@@ -3,6 +3,8 @@
 Names are resolved on first use (PEP 562), so that the command line's ``--help`` does not import torch.
 """
 
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -48,31 +50,39 @@ if TYPE_CHECKING:
     from gated_srp.training.train import train
 
 _HOMES = {
-    "GatedSRP": "gated_srp.srp.module",
-    "PatchGraph": "gated_srp.srp.graph",
-    "UserError": "gated_srp.errors",
-    "attach": "gated_srp.foreign.handle",
-    "compare": "gated_srp.study.comparison",
-    "load_model": "gated_srp.models.store",
-    "check": "gated_srp.checks.check",
-    "evaluate": "gated_srp.training.evaluate",
-    "explain": "gated_srp.reports.explain",
-    "extract": "gated_srp.slides.extract",
-    "heatmap": "gated_srp.reports.heatmap",
-    "init": "gated_srp.cohort_draft",
-    "predict": "gated_srp.training.predict",
-    "report": "gated_srp.reports.page",
-    "reproduce": "gated_srp.study.reproduction",
-    "stats": "gated_srp.study.comparison",
-    "trace": "gated_srp.srp.trace",
-    "train": "gated_srp.training.train",
-    "tune": "gated_srp.study.tuning",
+    "GatedSRP": "srp.module",
+    "PatchGraph": "srp.graph",
+    "UserError": "errors",
+    "attach": "foreign.handle",
+    "compare": "study.comparison",
+    "load_model": "models.store",
+    "check": "checks.check",
+    "evaluate": "training.evaluate",
+    "explain": "reports.explain",
+    "extract": "slides.extract",
+    "heatmap": "reports.heatmap",
+    "init": "cohort_draft",
+    "predict": "training.predict",
+    "report": "reports.page",
+    "reproduce": "study.reproduction",
+    "stats": "study.comparison",
+    "trace": "srp.trace",
+    "train": "training.train",
+    "tune": "study.tuning",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'gated_srp' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # a submodule of the same name must not shadow the function
-    return value
+def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__getattr__`` and ``__dir__``; ``homes``: the module, below the package, of each public name."""
+
+    def resolve(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)  # a submodule of the same name must not shadow it
+        return value
+
+    return resolve, lambda: sorted(homes)
+
+
+__getattr__, __dir__ = lazily(__name__, _HOMES)

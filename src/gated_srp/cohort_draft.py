@@ -16,12 +16,10 @@ import pandas as pd
 import yaml
 
 from gated_srp.data.bag import BagError, BagHeader
-from gated_srp.data.files.encoders import encoder_of_folder
 from gated_srp.data.files.formats import read_header
-from gated_srp.data.files.siblings import find_bags
-from gated_srp.data.tables.columns import USUAL, Columns, resolve_columns
-from gated_srp.data.tables.matching import match_slides
-from gated_srp.data.tables.read import read_frame, usual_columns
+from gated_srp.data.files.siblings import encoder_of_folder, find_bags
+from gated_srp.data.matching import match_slides
+from gated_srp.data.spreadsheet import USUAL, Columns, read_frame, resolve_columns, usual_columns
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
 from gated_srp.tasks import TASKS, Task, find_task

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 import gated_srp
 from gated_srp.checks.check import check
-from gated_srp.checks.estimate import Machine, Trunk
 from gated_srp.checks.survey import look_at, survey
 from gated_srp.cli import data as commands
 from gated_srp.config.load import load_config
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError
+from gated_srp.machine import Machine, Trunk
 
 NAMED = (
     *("cut short", "zero bytes", "text renamed .h5", "a slide embedding", "wrong rank", "words for features"),

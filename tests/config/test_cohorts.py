@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gated_srp.cli.data import splits
 from gated_srp.config.presets import COHORTS, Cohort, Gate, find_cohort
-from gated_srp.data.splits.rules import write_split
+from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"

@@ -5,9 +5,9 @@ import pytest
 from image_cohorts import write_image, write_images
 
 from gated_srp.checks.check import check
-from gated_srp.checks.estimate import Machine
 from gated_srp.config import COHORTS, load_config, open_cohort
 from gated_srp.errors import UserError
+from gated_srp.machine import Machine
 
 
 def write(folder, text):

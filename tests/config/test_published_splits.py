@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gated_srp.config.presets import COHORTS, SEEDS
-from gated_srp.data.splits.rules import hold_out, write_split
+from gated_srp.data.splits import hold_out, write_split
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = ROOT.parent / "shared" / "labels"
@@ -102,7 +102,9 @@ def test_camelyons_splits_are_drawn_without_a_table(tmp_path, name, seed):
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_splits_of_the_public_tables_have_the_committed_hashes(tmp_path, name):
     if not LABELS.is_dir():
-        pytest.skip("the public label files are not beside the checkout; the rules are tested in tests/data/splits")
+        pytest.skip(
+            "the public label files are not beside the checkout; the rules are tested in tests/data/test_splits.py"
+        )
     cohort = COHORTS[name]
     table = cohort.read_labels(LABELS)
     for seed in SEEDS:

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from gated_srp.config.schema import ModelConfig
+from gated_srp.config.cohort import ModelConfig
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
 from gated_srp.models.attention import DenseAttention

@@ -11,7 +11,7 @@ from images import mean_colour
 from safetensors.torch import save_file
 from torch import nn
 
-from gated_srp.data.files.encoders import known_widths
+from gated_srp.data.files.siblings import known_widths
 from gated_srp.errors import UserError
 from gated_srp.slides import hub
 from gated_srp.slides.encoders import ENCODERS, Encoder, find_encoder

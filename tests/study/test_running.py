@@ -8,10 +8,10 @@ import pytest
 import typer
 from training.toy_cohorts import open_config, planted, write_cohort
 
-from gated_srp.checks.estimate import Machine
 from gated_srp.cli import studies
 from gated_srp.config.cohort import open_cohort
 from gated_srp.errors import Interrupted
+from gated_srp.machine import Machine
 from gated_srp.study import running
 from gated_srp.study.cells import Row, plan
 from gated_srp.study.running import cost

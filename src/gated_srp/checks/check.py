@@ -12,17 +12,16 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.checks import findings as found_by
-from gated_srp.checks.estimate import Machine, Trunk, run_seconds, this_machine
 from gated_srp.checks.survey import FileFacts, survey, workers_for
-from gated_srp.config.cohort import CohortData, find_files, open_cohort, preparation
+from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
-from gated_srp.config.schema import CohortConfig
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.prepared import Preparation
-from gated_srp.data.splits.rules import PARTS, Split, assign_parts
-from gated_srp.data.tables.table import Table
+from gated_srp.data.splits import PARTS, Split, assign_parts
+from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
+from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
 from gated_srp.models import ARMS
 from gated_srp.progress import Progress, silent
 

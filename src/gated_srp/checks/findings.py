@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
-from gated_srp.data.files.encoders import is_known
-from gated_srp.data.splits.rules import PARTS, Split, assign_parts
-from gated_srp.data.tables.matching import Matches
-from gated_srp.data.tables.table import Table
+from gated_srp.data.files.siblings import is_known
+from gated_srp.data.matching import Matches
+from gated_srp.data.splits import PARTS, Split, assign_parts
+from gated_srp.data.table import Table
 from gated_srp.errors import Level, Note, UserError
 
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised

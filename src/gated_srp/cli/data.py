@@ -18,7 +18,7 @@ def splits(
 ) -> None:
     """Write the published split of a cohort: one row per slide or patient, with train, val or test."""
     from gated_srp.config.presets import find_cohort
-    from gated_srp.data.splits.rules import assign_parts, write_split
+    from gated_srp.data.splits import assign_parts, write_split
 
     preset = find_cohort(cohort)
     table = preset.read_labels(labels)

@@ -1,4 +1,4 @@
-"""A cohort's settings turned into slides: the table, the file of each slide, who trains and who tests.
+"""The settings of a cohort's YAML (names, types, bounds) and what they lead to: the table, the file of each slide, the parts.
 
 data = open_cohort(load_config("cohort.yaml"))
 slides = data.slides(seed=42)                     # one row per slide: slide, case, label(s), file, part
@@ -9,18 +9,245 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pandas as pd
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from gated_srp.config.schema import CohortConfig
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import SlideDataset
+from gated_srp.data.matching import Matches, match_slides
 from gated_srp.data.prepared import Preparation
-from gated_srp.data.splits.rules import Split, assign_parts, k_folds, own_split, site_folds
-from gated_srp.data.tables.matching import Matches, match_slides
-from gated_srp.data.tables.table import Table, read_table
+from gated_srp.data.splits import Split, assign_parts, k_folds, own_split, site_folds
+from gated_srp.data.spreadsheet import Columns
+from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
+from gated_srp.models import ARMS, Sizes, find_arm
+from gated_srp.tasks import task_names
+
+if TYPE_CHECKING:
+    from gated_srp.config.presets import Cohort
+
+SEEDS = (42, 43, 44, 45, 46)  # the paper's
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Signed range and hidden width; ``note`` says where they come from if the paper gives none for this use."""
+
+    delta: float
+    hidden_dim: int
+    note: str = ""
+
+
+_SIZES = Sizes()  # the paper's
+_GATE = Gate(delta=_SIZES.delta, hidden_dim=_SIZES.hidden_dim)  # for cohorts that the paper did not tune
+
+
+def _tupled(value: Any) -> Any:
+    return (value,) if isinstance(value, str | int | Path) else value
+
+
+def _texted(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _section(key: str) -> BeforeValidator:
+    """A section that may be written as its most used value alone: ``folds: 5``, ``cache: DIR``."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str | int | Path) else value)
+
+
+def _known_task(value: str) -> str:
+    if value in (names := task_names()):
+        return value
+    *first, last = map(repr, names)
+    raise ValueError(f"input should be {', '.join(first)} or {last}")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class ModelConfig(_Section):
+    """Sizes of the slide model. ``delta`` and ``hidden_dim`` of None: the paper's for the cohort, see `CohortConfig.sizes`."""
+
+    dim: int = Field(default=_SIZES.dim, ge=1)
+    depth: int = Field(default=_SIZES.depth, ge=1)
+    num_heads: int = Field(default=_SIZES.num_heads, ge=1)
+    num_landmarks: int = Field(default=_SIZES.num_landmarks, ge=1)
+    delta: float | None = Field(default=None, gt=0)
+    hidden_dim: int | None = Field(default=None, ge=1)
+    drop_path: float = Field(default=_SIZES.drop_path, ge=0, lt=1)
+
+
+class TrainConfig(_Section):
+    """How to train; `load_config` fills in the recipe of the preset or of the task."""
+
+    epochs: int = Field(ge=1)
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    accumulation: int = Field(ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    clip: float | None = Field(default=1.0, gt=0)
+    warmup: float = Field(default=0.05, ge=0, le=1)
+    precision: Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_texted)] = "auto"
+    checkpointing: bool = False
+    only: Literal["gate"] | None = None
+    workers: int = Field(default=1, ge=0)
+    log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_tupled)] = ()
+
+
+class FoldsConfig(_Section):
+    """``folds: 5``, or ``folds: {number: 5, by: site}`` to keep each site in one part."""
+
+    number: int = Field(ge=2)
+    by: Literal["patient", "site"] = "patient"
+
+
+class CacheConfig(_Section):
+    """``cache: DIR``, or ``cache: {folder: DIR, dtype: float16}``; None keeps the features as they are stored."""
+
+    folder: Path | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+class ImagesConfig(_Section):
+    """``images: DIR`` instead of ``features``, or ``images: {folder: DIR, size: 272, patch: 16}``: sides in pixels."""
+
+    folder: Path | None = None
+    size: int = Field(default=272, ge=1)
+    patch: int = Field(default=16, ge=1)
+
+
+class CohortConfig(_Section):
+    """All settings of one cohort, complete and checked. Made by `load_config`."""
+
+    name: str = Field(pattern=r"^\w[\w .+-]*$")
+    cohort: str | None = None
+    labels: Path | None = None
+    features: Annotated[tuple[Path, ...], BeforeValidator(_tupled)] = ()
+    images: Annotated[ImagesConfig | None, _section("folder")] = None
+    encoder: str | None = None
+    table: Path | None = None
+    slides: Path | None = None
+    sheet: str | None = None
+    task: Annotated[str, AfterValidator(_known_task)] | None = None
+    target: str | tuple[str, ...] | None = None
+    classes: tuple[str, ...] | None = None
+    time: str | None = None
+    event: str | None = None
+    censorship: str | None = None
+    slide: str | None = None
+    case: str | None = None
+    site: str | None = None
+    metric: str
+    score: Literal["slide", "case"]
+    stride: float | None = Field(default=None, gt=0)
+    window: int = Field(default=3, ge=3)
+    lattice: Literal["floor", "exact"] = "floor"
+    order: Literal["file", "raster"] = "file"
+    coords_key: str | None = None
+    features_key: str | None = None
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig
+    arms: Annotated[tuple[str, ...], BeforeValidator(_tupled)] = ("na", "xsa", "diff", "gated_srp")
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_tupled)] = SEEDS
+    folds: Annotated[FoldsConfig | None, _section("number")] = None
+    split: Path | None = None
+    cap: int | None = Field(default=None, ge=1)
+    cache: Annotated[CacheConfig, _section("folder")] = CacheConfig()
+    out: Path = Path("runs")
+
+    @model_validator(mode="after")
+    def _together(self) -> "CohortConfig":
+        """Settings that exclude or need each other."""
+        if self.event and self.censorship:
+            raise ValueError("event and censorship say the opposite of each other; name one of them")
+        if self.labels and not self.cohort:
+            raise ValueError(
+                "labels is the folder of a preset's public files; name the preset with cohort, or use table"
+            )
+        if self.labels and self.table:
+            raise ValueError("labels (a preset's public files) and table (your own) are both set; keep one")
+        if self.slides and not self.table:
+            raise ValueError("slides is joined to a patient table; name that with table")
+        if self.window % 2 == 0:
+            raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
+        if self.images:
+            self._check_images()
+        for key in ("arms", "seeds"):
+            if len(set(getattr(self, key))) < max(1, len(getattr(self, key))):
+                raise ValueError(f"{key} must name at least one, each once")
+        return self
+
+    def _check_images(self) -> None:
+        assert self.images is not None
+        of_features = ("features", "encoder", "stride", "coords_key", "features_key", "cap")
+        if set_too := [key for key in of_features if getattr(self, key)] + (["cache"] if self.cache.folder else []):
+            raise ValueError(
+                f"images and {set_too[0]} are both set; {set_too[0]} is for feature files, keep one of them"
+            )
+        if self.images.size % self.images.patch or self.images.size < 2 * self.images.patch:
+            size, patch = self.images.size, self.images.patch
+            raise ValueError(
+                f"images.size is {size}, expected a multiple of images.patch, which is {patch}, and twice it at least"
+            )
+
+    @property
+    def main_arm(self) -> str:
+        """What is trained unless another arm is named: the first Gated SRP among the arms, else the first of them."""
+        return next((arm for arm in self.arms if arm in ARMS and ARMS[arm].method), self.arms[0])
+
+    @property
+    def at_once(self) -> int:
+        """Bags that go through a model together: images fill a batch, slides go one by one."""
+        return self.train.batch_size if self.images else 1
+
+    @property
+    def preset(self) -> "Cohort | None":
+        """The paper's cohort that this one is, or follows."""
+        if self.cohort is None:
+            return None
+        from gated_srp.config.presets import find_cohort  # not above: a cohort of one's own needs none of it
+
+        return find_cohort(self.cohort)
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of the user's table that were named."""
+        return Columns(**{key: getattr(self, key) for key in Columns.__dataclass_fields__})
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Keyword arguments of `read_bag` and `read_header`."""
+        return {key: getattr(self, key) for key in ("encoder", "features_key", "coords_key", "stride")}
+
+    def gate(self, arm: str = "gated_srp") -> Gate:
+        """Range and width of an arm's gate: the user's, else the paper's for cohort, encoder and trunk, else 1 and 64."""
+        base = self.preset.gate(self.encoder or "uni_v2", trunk=find_arm(arm).trunk) if self.preset else _GATE
+        delta, hidden = self.model.delta or base.delta, self.model.hidden_dim or base.hidden_dim
+        own = self.model.delta and self.model.hidden_dim
+        return Gate(delta, hidden, "" if own else base.note)
+
+    def sizes(self, arm: str = "gated_srp") -> dict[str, Any]:
+        """Keyword arguments of ``build_model`` for an arm, nothing left open."""
+        patches = {"num_patches": (self.images.size // self.images.patch) ** 2} if self.images else {}
+        return self._model(arm) | patches
+
+    def _model(self, arm: str) -> dict[str, Any]:
+        gate = self.gate(arm)
+        return self.model.model_dump() | {"delta": gate.delta, "hidden_dim": gate.hidden_dim}
+
+    def resolved(self, arm: str | None = None) -> dict[str, Any]:
+        """Everything as plain values for a YAML file, paths absolute; with ``arm`` the settings of that arm alone."""
+        plain = self.model_dump(mode="json")
+        return plain | {"model": self._model(arm or self.main_arm)} | ({"arms": [arm]} if arm else {})
+
+
+# What they lead to ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,7 +272,7 @@ class CohortData:
             raise UserError(what, where=f"fold {fold}", cure="Set `folds` for more.", kind="split")
         if config.split is not None:
             path = str(config.split).replace("{seed}", str(seed)).replace("{fold}", str(fold))
-            from gated_srp.data.splits.imported import import_split
+            from gated_srp.data.imported_splits import import_split
 
             return import_split(path, table, fold=fold, seed=seed)
         if config.folds:

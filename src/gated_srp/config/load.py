@@ -18,10 +18,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gated_srp.config.schema import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
-from gated_srp.data.files.encoders import canonical
-from gated_srp.data.tables.columns import Columns, resolve_columns
-from gated_srp.data.tables.read import read_frame
+from gated_srp.config.cohort import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
+from gated_srp.data.files.siblings import canonical
+from gated_srp.data.spreadsheet import Columns, read_frame, resolve_columns
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS
 from gated_srp.tasks import Recipe, find_task, named_task, task_names

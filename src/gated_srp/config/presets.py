@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import yaml
 
-from gated_srp.config.schema import SEEDS, Gate
+from gated_srp.config.cohort import SEEDS, Gate
 from gated_srp.data import published
 from gated_srp.data.published import LabelFile
-from gated_srp.data.splits.rules import Split
-from gated_srp.data.tables.table import Table
+from gated_srp.data.splits import Split
+from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Recipe, find_task
 

@@ -1,7 +1,6 @@
 """Feature files, tables, splits and datasets (extra ``train``); names are resolved on first use (PEP 562)."""
 
-from importlib import import_module
-from typing import Any
+from gated_srp import lazily
 
 _HOMES = {
     "Bag": "bag",
@@ -9,36 +8,27 @@ _HOMES = {
     "BagError": "bag",
     "BagHeader": "bag",
     "BagLoader": "loader",
-    "Columns": "tables.columns",
-    "Matches": "tables.matching",
+    "Columns": "spreadsheet",
+    "Matches": "matching",
     "Preparation": "prepared",
     "PreparedBag": "prepared",
     "SlideBag": "loader",
     "SlideDataset": "loader",
-    "Split": "splits.rules",
-    "Table": "tables.table",
-    "assign_parts": "splits.rules",
-    "canonical": "files.encoders",
+    "Split": "splits",
+    "Table": "table",
+    "assign_parts": "splits",
+    "canonical": "files.siblings",
     "find_bags": "files.siblings",
-    "import_split": "splits.imported",
-    "k_folds": "splits.rules",
-    "match_slides": "tables.matching",
-    "own_split": "splits.rules",
+    "import_split": "imported_splits",
+    "k_folds": "splits",
+    "match_slides": "matching",
+    "own_split": "splits",
     "prepare": "prepared",
     "read_bag": "files.formats",
     "read_header": "files.formats",
-    "read_table": "tables.table",
-    "site_folds": "splits.rules",
-    "write_split": "splits.rules",
+    "read_table": "table",
+    "site_folds": "splits",
+    "write_split": "splits",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gated_srp.data.splits.rules import Split, balanced_parts, case_groups, dealt_hold_out, hold_out, validation_part
-from gated_srp.data.tables.matching import slide_stem
-from gated_srp.data.tables.read import read_frame
-from gated_srp.data.tables.table import Columns, Table, read_table, tidy_table
+from gated_srp.data.matching import slide_stem
+from gated_srp.data.splits import Split, balanced_parts, case_groups, dealt_hold_out, hold_out, validation_part
+from gated_srp.data.spreadsheet import read_frame
+from gated_srp.data.table import Columns, Table, read_table, tidy_table
 from gated_srp.errors import Note, UserError
 
 

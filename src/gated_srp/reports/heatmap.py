@@ -11,7 +11,7 @@ import numpy as np
 
 from gated_srp.data.files.formats import read_header
 from gated_srp.data.files.siblings import find_bags
-from gated_srp.data.tables.matching import slide_stem
+from gated_srp.data.matching import slide_stem
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_image
 from gated_srp.models import load_card, model_file

@@ -17,9 +17,9 @@ from torch import Tensor
 from gated_srp.config.cohort import find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
 from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, prepare
 from gated_srp.data.redundancy import Redundancy, measure, pooled, quantiles, write_table
-from gated_srp.data.tables.matching import slide_stem
 from gated_srp.errors import UserError
 from gated_srp.models import load_model
 from gated_srp.models.attention import merge_heads

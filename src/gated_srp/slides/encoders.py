@@ -111,7 +111,7 @@ ENCODERS = {name: Encoder(name=name, build=getattr(hub, name), **facts) for name
 
 def find_encoder(name: str) -> Encoder:
     """By any tool's spelling of its name; ``package.module:function`` and entry points call your own function, which returns an `Encoder`."""
-    from gated_srp.data.files.encoders import canonical
+    from gated_srp.data.files.siblings import canonical
 
     known = name if name in ENCODERS else canonical(name)
     if known in ENCODERS:

@@ -3,8 +3,9 @@
 `compare`, `tune`, `reproduce` and `stats` are functions of `gated_srp`, too. Names are resolved on first use (PEP 562).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gated_srp import lazily
 
 if TYPE_CHECKING:
     from gated_srp.study.cells import Cell, Row, plan
@@ -38,10 +39,4 @@ _MODULES = {
     "running": ("Cost", "Declined"),
     "tuning": ("TuneResult", "tune"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"gated_srp.study.{module}"), name)
-    raise AttributeError(f"module 'gated_srp.study' has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

@@ -14,9 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from gated_srp.config.cohort import CohortData
+from gated_srp.config.cohort import CohortConfig, CohortData
 from gated_srp.config.load import load_config
-from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.models import find_arm
 from gated_srp.training.folder import RunFolder, settings_of

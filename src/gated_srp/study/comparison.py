@@ -19,7 +19,7 @@ from gated_srp.study.results import COLUMNS, LOWER_IS_BETTER, Comparison, compar
 from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap
 
 if TYPE_CHECKING:
-    from gated_srp.config.schema import CohortConfig
+    from gated_srp.config.cohort import CohortConfig
     from gated_srp.study.cells import Cell
     from gated_srp.study.running import Cost, EngineName
 

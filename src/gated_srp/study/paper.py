@@ -18,9 +18,9 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from gated_srp.config.cohort import CohortConfig
 from gated_srp.config.load import load_config
 from gated_srp.config.presets import SEEDS, find_cohort
-from gated_srp.config.schema import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.models import Sizes, find_arm
 from gated_srp.study.cells import Cell, Row, plan

@@ -216,7 +216,7 @@ def write_study(
 def _write_table(
     folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
 ) -> ReproducedStudy:
-    from gated_srp.checks.estimate import this_machine
+    from gated_srp.machine import this_machine
     from gated_srp.models import find_arm
     from gated_srp.reports.study import write_comparison, write_reproduction
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gated_srp.data.tables.read import pick_column, read_frame
+from gated_srp.data.spreadsheet import pick_column, read_frame
 from gated_srp.errors import UserError
 from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired, t_test
 

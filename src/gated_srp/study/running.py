@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gated_srp.checks.estimate import Machine, Trunk, run_seconds, this_machine
 from gated_srp.config.cohort import CohortData, preparation
 from gated_srp.data.bag import BagError
 from gated_srp.data.prepared import open_header
-from gated_srp.data.splits.rules import PARTS
+from gated_srp.data.splits import PARTS
 from gated_srp.errors import Interrupted, UserError
 from gated_srp.files import write_whole
+from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
 from gated_srp.models import find_arm
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import yaml
 
-from gated_srp.config.schema import CohortConfig
+from gated_srp.config.cohort import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import TUNED, Sizes

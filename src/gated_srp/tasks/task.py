@@ -46,7 +46,7 @@ class Recipe:
 
 
 class Header(Protocol):
-    """The header of a user's table; see ``gated_srp.data.tables.columns``."""
+    """The header of a user's table; see ``gated_srp.data.spreadsheet``."""
 
     def usual(self, names: Collection[str]) -> list[str]:
         """The table's columns that have one of these usual names."""

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gated_srp.config.cohort import open_cohort
+from gated_srp.config.cohort import CohortConfig, open_cohort
 from gated_srp.config.load import load_config
-from gated_srp.config.schema import CohortConfig
 from gated_srp.data.cache import BagCache
-from gated_srp.data.files.encoders import canonical
+from gated_srp.data.files.siblings import canonical
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole

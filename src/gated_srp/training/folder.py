@@ -31,7 +31,7 @@ import yaml
 from torch import Tensor
 
 from gated_srp import __version__
-from gated_srp.config.schema import CohortConfig
+from gated_srp.config.cohort import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import pandas as pd
 from torch import Tensor
 
-from gated_srp.config.cohort import CohortData, open_cohort, slide_dataset
-from gated_srp.config.schema import CohortConfig
+from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, slide_dataset
 from gated_srp.data.loader import SlideDataset
-from gated_srp.data.splits.rules import Split
+from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Level

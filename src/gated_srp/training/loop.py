@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gated_srp.config.schema import TrainConfig
+from gated_srp.config.cohort import TrainConfig
 from gated_srp.data.loader import BagLoader, SlideBag, together
 from gated_srp.errors import UserError
 from gated_srp.models.slide import SlideModel

@@ -18,8 +18,8 @@ import torch
 from gated_srp.data.files.images import find_images
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import BagLoader, SlideBag
+from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
-from gated_srp.data.tables.matching import slide_stem
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from gated_srp.config.cohort import CohortConfig
 from gated_srp.config.load import load_config
-from gated_srp.config.schema import CohortConfig
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
-from gated_srp.data.splits.rules import write_split
+from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.progress import Event, Progress, silent

@@ -19,11 +19,11 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.data.bag import BagError, BagHeader
-from gated_srp.data.files.encoders import is_known
 from gated_srp.data.files.images import ImageGrid
+from gated_srp.data.files.siblings import is_known
 from gated_srp.data.loader import SlideBag, SlideDataset
+from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
-from gated_srp.data.tables.matching import slide_stem
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card

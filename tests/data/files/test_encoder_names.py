@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gated_srp.data.files.encoders import canonical, encoder_of_folder, known_widths
+from gated_srp.data.files.siblings import canonical, encoder_of_folder, known_widths
 
 SPELLINGS = {
     "uni_v1": ["uni_v1", "uni", "UNI"],

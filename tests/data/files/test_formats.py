@@ -23,7 +23,7 @@ from factories import (
 )
 
 from gated_srp.data import BagError, bag, read_bag, read_header
-from gated_srp.data.files import hdf5
+from gated_srp.data.files import containers
 from gated_srp.srp.graph import PatchGraph
 
 _BLOCK = np.array([[0, 0], [1, 0], [0, 1], [1, 1]])
@@ -295,7 +295,7 @@ def test_rows_that_are_not_finite_are_counted(tmp_path):
 
 @pytest.mark.parametrize("chunks", [(1, 12), (3, 5), (40, 12), None])
 def test_arrays_are_read_in_parts_as_they_are_whatever_their_chunks(tmp_path, monkeypatch, chunks):
-    monkeypatch.setattr(hdf5, "_ROWS", 4)
+    monkeypatch.setattr(containers, "_ROWS", 4)
     monkeypatch.setattr(bag, "_ROWS", 4)
     values = np.random.default_rng(0).standard_normal((23, 12)).astype(np.float32)
     values[[3, 4, 22], 5] = np.nan, np.inf, -np.inf

@@ -9,14 +9,14 @@ import json
 import math
 import os
 import stat
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,23 +25,23 @@ from gated_srp.data.bag import BagError
 from gated_srp.errors import UserError
 
 CONTAINERS = {  # by ending: module, imported when a file asks for it, and class
-    ".h5": ("hdf5", "Hdf5File"),
-    ".hdf5": ("hdf5", "Hdf5File"),
-    ".pt": ("torchfile", "TorchFile"),
-    ".pth": ("torchfile", "TorchFile"),
-    ".npz": ("containers", "NumpyFile"),
-    ".npy": ("containers", "NumpyFile"),
-    ".safetensors": ("containers", "SafetensorsFile"),
-    ".zarr": ("containers", "ZarrFolder"),
+    ".h5": ("containers", "Hdf5File"),
+    ".hdf5": ("containers", "Hdf5File"),
+    ".pt": ("arrays", "TorchFile"),
+    ".pth": ("arrays", "TorchFile"),
+    ".npz": ("arrays", "NumpyFile"),
+    ".npy": ("arrays", "NumpyFile"),
+    ".safetensors": ("arrays", "SafetensorsFile"),
+    ".zarr": ("arrays", "ZarrFolder"),
 }
 # Attributes that are read; anything else in a file stays untouched.
-_ATTRIBUTES = {
+ATTRIBUTES = {
     "patch_size", "patch_size_level0", "level0_magnification", "target_magnification", "overlap", "level0_width", "level0_height",
     "wsi_path", "mpp", "mpp_x", "level0_mpp", "encoder", "extractor", "unit", "tile_size_um", "tile_size", "feat_type",
     "patch_level", "downsample",
 }  # fmt: skip
 _INFLATION = 200  # features hardly compress: a file that claims to have shrunk by more is a decompression bomb
-_HARMLESS = 2**24  # bytes; positions on a lattice may shrink to anything, but are few
+HARMLESS = 2**24  # bytes; positions on a lattice may shrink to anything, but are few
 
 # What an array of this numpy type is read as: torch lacks the wider unsigned types.
 _DTYPES = {
@@ -49,6 +49,10 @@ _DTYPES = {
     "i1": torch.int64, "i2": torch.int64, "i4": torch.int64, "i8": torch.int64,
     "u1": torch.int64, "u2": torch.int64, "u4": torch.int64, "u8": torch.int64,
 }  # fmt: skip
+
+_MOST_HOPS = 8  # soft links in a row
+_ROWS = 2048  # read at once: HDF5 notes every chunk of a request, which for TRIDENT's chunks of one row takes kilobytes per row
+_GROUPS = ("features", "feats", "patch_embeddings", "embeddings")
 
 
 class Spec(NamedTuple):
@@ -126,136 +130,12 @@ def plain(value: Any) -> Any:
 
 def known(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values of the attributes that this package reads."""
-    return {name: plain(attrs[name]) for name in attrs if name in _ATTRIBUTES}
+    return {name: plain(attrs[name]) for name in attrs if name in ATTRIBUTES}
 
 
 def unfolded(stored: int) -> int:
     """The most bytes that so many compressed ones may plausibly hold."""
-    return max(stored * _INFLATION, _HARMLESS)
-
-
-class NumpyFile(Container):
-    """``.npz`` (named arrays; 0-d entries are attributes) and ``.npy`` (one array named features)."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._zip = zipfile.ZipFile(path) if path.suffix.lower() == ".npz" else None
-
-    def close(self) -> None:
-        if self._zip:
-            self._zip.close()
-
-    def names(self) -> list[str]:
-        return [n.removesuffix(".npy") for n in self._zip.namelist()] if self._zip else ["features"]
-
-    @contextmanager
-    def _open(self, name: str) -> Iterator[IO[bytes]]:
-        with self._zip.open(f"{name}.npy") if self._zip else self.path.open("rb") as stream:
-            yield stream
-
-    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        with self._open(name) as stream:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)
-        return shape, dtype
-
-    def spec(self, name: str) -> Spec:
-        shape, dtype = self._header(name)
-        found = self._dtype(name, dtype)
-        claimed = math.prod(shape) * dtype.itemsize
-        if self._zip:
-            entry = self._zip.getinfo(f"{name}.npy")
-            stored = min(entry.file_size, unfolded(min(entry.compress_size, os.path.getsize(self.path))))
-        else:
-            stored = os.path.getsize(self.path)
-        if claimed > stored:
-            raise self._oversized(name, claimed, stored)
-        return Spec(shape, found)
-
-    def read(self, name: str) -> Tensor:
-        spec = self.spec(name)
-        with self._open(name) as stream:
-            return from_numpy(np.lib.format.read_array(stream, allow_pickle=False), spec.dtype)
-
-    def attrs(self, name: str = "") -> dict[str, Any]:
-        if name or not self._zip:
-            return {}
-        found = {}
-        for entry in _ATTRIBUTES.intersection(self.names()):
-            shape, dtype = self._header(entry)
-            if math.prod(shape) <= 2 and dtype.itemsize < 4096:
-                with self._open(entry) as stream:
-                    found[entry] = np.lib.format.read_array(stream, allow_pickle=False)
-        return known(found)
-
-
-class SafetensorsFile(Container):
-    """``.safetensors``; its metadata are the attributes. The library checks claimed sizes against the file's length."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._file = import_module("safetensors").safe_open(path, framework="pt")
-        self._tensors = self._file.__enter__()
-
-    def close(self) -> None:
-        self._file.__exit__(None, None, None)
-
-    def names(self) -> list[str]:
-        return list(self._tensors.keys())
-
-    def spec(self, name: str) -> Spec:
-        part = self._tensors.get_slice(name)
-        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}.get(
-            part.get_dtype()
-        )
-        if dtype is None and part.get_dtype()[0] not in "IU":
-            what = f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64)"
-            raise self.error("wrong_dtype", what, "Name the right key.")
-        return Spec(tuple(part.get_shape()), dtype or torch.int64)
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._tensors.get_tensor(name)
-        return tensor.to(self.spec(name).dtype, copy=True)  # the mapping must not outlive this call
-
-    def attrs(self, name: str = "") -> dict[str, Any]:
-        return {} if name else known(self._tensors.metadata() or {})
-
-
-class ZarrFolder(Container):
-    """tiatoolbox's ``.zarr``: ``features`` and ``coordinates`` (bounds of each patch)."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        try:
-            zarr = import_module("zarr")
-        except ModuleNotFoundError:
-            raise self.error(
-                "needs_package", "reading zarr needs the package zarr", "Install it with: pip install zarr"
-            ) from None
-        self._group = zarr.open_group(str(path), mode="r")
-
-    def names(self) -> list[str]:
-        return sorted(self._group.array_keys())
-
-    def spec(self, name: str) -> Spec:
-        array = self._group[name]
-        # zarr leaves out chunks of zeros, so a small array may lack some.
-        if array.nbytes > _HARMLESS and array.nchunks_initialized < array.nchunks:
-            raise self._oversized(name, array.nbytes, array.nbytes * array.nchunks_initialized // max(array.nchunks, 1))
-        return Spec(tuple(array.shape), self._dtype(name, np.dtype(array.dtype)))
-
-    def read(self, name: str) -> Tensor:
-        return from_numpy(np.asarray(self._group[name][...]), self.spec(name).dtype)
-
-    def attrs(self, name: str = "") -> dict[str, Any]:
-        return known(dict((self._group[name] if name else self._group).attrs))
-
-
-def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
-    """A tensor of native byte order; shares memory where nothing had to change."""
-    native = array.astype(str(dtype).removeprefix("torch."), order="C", copy=False)
-    return torch.from_numpy(native if native.flags.writeable else native.copy())
+    return max(stored * _INFLATION, HARMLESS)
 
 
 # Opening -------------------------------------------------------------------------------------------------------------
@@ -329,3 +209,116 @@ def _starts_with(path: Path, magic: bytes) -> bool:
             return stream.read(len(magic)) == magic
     except OSError:
         return False
+
+
+# HDF5 of TRIDENT, AtlasPatch, CLAM and STAMP: opened inside the call, never leading to another file ------------------
+
+with suppress(ImportError):  # third-party compression filters register themselves
+    import_module("hdf5plugin")
+
+
+class Hdf5File(Container):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with path.open("rb") as stream:
+            head = stream.read(2048)
+        # The signature is at byte 0, or behind a user block of 512, 1024 ... bytes.
+        if not any(head[at : at + 8] == b"\x89HDF\r\n\x1a\n" for at in (0, 512, 1024)):
+            pointer = head.startswith(b"version https://git-lfs")
+            again = "Download or extract it again, or correct its ending."
+            cure = "It is a Git LFS pointer: run git lfs pull." if pointer else again
+            raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}", cure)
+        self._file = h5py.File(path, "r", locking="best-effort")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def names(self) -> list[str]:
+        found = []
+        for name in self._file:
+            inside = self._resolve(name) if name in _GROUPS else None
+            found += [f"{name}/{child}" for child in inside] if isinstance(inside, h5py.Group) else [name]
+        return found
+
+    def has(self, name: str) -> bool:
+        try:
+            return isinstance(self._resolve(name), h5py.Dataset)
+        except BagError as error:
+            if error.kind == "external_link":
+                raise
+            return False
+
+    def spec(self, name: str) -> Spec:
+        data = self._dataset(name)
+        dtype = self._dtype(name, data.dtype)
+        plan = data.id.get_create_plist()
+        for code, _, _, label in (plan.get_filter(i) for i in range(plan.get_nfilters())):
+            if not h5py.h5z.filter_avail(code):
+                filter_name = f"{label.decode('utf-8', 'replace')}, number {code}"
+                what = f"'{name}' is compressed with a filter that is missing here ({filter_name})"
+                raise self.error("missing_filter", what, "Install it with: pip install hdf5plugin")
+        stored = data.id.get_storage_size()
+        if plan.get_nfilters() and data.chunks:
+            chunks = math.prod(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))
+            real = data.id.get_num_chunks() >= chunks and data.nbytes <= unfolded(stored)
+        else:
+            real = data.nbytes <= stored
+        if not real:
+            raise self._oversized(name, data.nbytes, stored)
+        return Spec(data.shape, dtype)
+
+    def read(self, name: str) -> Tensor:
+        spec = self.spec(name)
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        if out.numel():
+            data, values = self._dataset(name), out.numpy()  # HDF5 converts byte order and integer width on the way
+            for part in _parts(data):
+                data.read_direct(values, part, part)
+        return out
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        return known((self._resolve(name) if name else self._file).attrs)
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        data = self._resolve(name)
+        if not isinstance(data, h5py.Dataset):
+            cure = "Name the array with features_key or coords_key."
+            raise self.error("no_features", f"'{name}' is a group, expected an array", cure)
+        if data.is_virtual or data.external:
+            raise self._leads_away(name)
+        if data.shape is None:
+            raise self.error("wrong_rank", f"'{name}' has no data at all", "Extract the slide again.")
+        return data
+
+    def _resolve(self, name: str, start: h5py.Group | None = None, hops: int = 0) -> h5py.Group | h5py.Dataset:
+        """The object at this path, step by step: h5py's own lookup would open another file without asking."""
+        node = self._file if start is None or name.startswith("/") else start
+        for step in name.split("/"):
+            if step in ("", "."):
+                continue
+            if not isinstance(node, h5py.Group) or not node.id.links.exists(step.encode()):
+                what = f"'{name}' leads nowhere (found: {', '.join(self._file) or 'nothing'})"
+                raise self.error("unreadable", what, "Name a key that exists.")
+            link = node.id.links.get_info(step.encode()).type
+            if link == h5py.h5l.TYPE_HARD:
+                node = node[step]
+            elif link == h5py.h5l.TYPE_SOFT and hops < _MOST_HOPS:
+                node = self._resolve(node.id.links.get_val(step.encode()).decode(), node, hops + 1)
+            else:
+                raise self._leads_away(name)
+        return node
+
+    def _leads_away(self, name: str) -> Exception:
+        return self.error(
+            "external_link",
+            f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed",
+            "Copy the data into one file (h5repack, or extract the slide again).",
+        )
+
+
+def _parts(data: h5py.Dataset) -> list[Any]:
+    """Selections that make up an array, of whole chunks: each chunk is read once."""
+    if not data.chunks:
+        return [np.s_[...]]
+    step = -(-_ROWS // data.chunks[0]) * data.chunks[0]
+    return [np.s_[start : start + step] for start in range(0, len(data), step)]

@@ -14,8 +14,15 @@ from torch import Tensor
 
 from gated_srp.data.bag import Bag, BagError, BagHeader
 from gated_srp.data.files.containers import Container, opened
-from gated_srp.data.files.encoders import canonical, encoder_of_folder, is_known, known_widths
-from gated_srp.data.files.siblings import Places, Positions, read_positions
+from gated_srp.data.files.siblings import (
+    Places,
+    Positions,
+    canonical,
+    encoder_of_folder,
+    is_known,
+    known_widths,
+    read_positions,
+)
 from gated_srp.data.files.stride import lattice_of, number, stamp_positions, text
 from gated_srp.errors import Note
 

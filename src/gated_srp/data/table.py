@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from gated_srp.data.tables.columns import USUAL, Columns, resolve_columns
-from gated_srp.data.tables.matching import files_of_cases, slide_stem
-from gated_srp.data.tables.read import listed, read_frame, usual_columns
+from gated_srp.data.matching import files_of_cases, slide_stem
+from gated_srp.data.spreadsheet import USUAL, Columns, listed, read_frame, resolve_columns, usual_columns
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Task, find_task
 from gated_srp.tasks.task import first_rows

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_srp.data.tables.matching import match_slides
-from gated_srp.data.tables.table import Columns, Table, read_table
+from gated_srp.data.matching import match_slides
+from gated_srp.data.table import Columns, Table, read_table
 from gated_srp.errors import UserError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_srp.data.tables.matching import SLIDE_ENDINGS, files_of_cases, match_slides, slide_stem
+from gated_srp.data.matching import SLIDE_ENDINGS, files_of_cases, match_slides, slide_stem
 
 
 def test_a_slide_is_found_by_its_stem_whatever_the_endings_on_either_side() -> None:

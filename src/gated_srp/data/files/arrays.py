@@ -1,18 +1,22 @@
-"""``.pt`` files: tensors, TRIDENT's numpy arrays, or a dict of either. No pickled code runs."""
+"""Feature files other than HDF5: torch's ``.pt``, numpy's ``.npz`` and ``.npy``, ``.safetensors``, tiatoolbox's ``.zarr``. No pickled code runs."""
 
+import math
 import os
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.data.files.containers import Container, Spec, from_numpy, known
+from gated_srp.data.files.containers import ATTRIBUTES, HARMLESS, Container, Spec, known, unfolded
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # first bytes of torch.save before 1.6
 
@@ -129,3 +133,127 @@ class TorchFile(Container):
             return {}
         lone = {k: v.item() for k, v in self._values.items() if isinstance(v, Tensor) and v.numel() == 1}
         return known(self._values | lone)
+
+
+class NumpyFile(Container):
+    """``.npz`` (named arrays; 0-d entries are attributes) and ``.npy`` (one array named features)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._zip = zipfile.ZipFile(path) if path.suffix.lower() == ".npz" else None
+
+    def close(self) -> None:
+        if self._zip:
+            self._zip.close()
+
+    def names(self) -> list[str]:
+        return [n.removesuffix(".npy") for n in self._zip.namelist()] if self._zip else ["features"]
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
+        with self._zip.open(f"{name}.npy") if self._zip else self.path.open("rb") as stream:
+            yield stream
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        with self._open(name) as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(stream)
+        return shape, dtype
+
+    def spec(self, name: str) -> Spec:
+        shape, dtype = self._header(name)
+        found = self._dtype(name, dtype)
+        claimed = math.prod(shape) * dtype.itemsize
+        if self._zip:
+            entry = self._zip.getinfo(f"{name}.npy")
+            stored = min(entry.file_size, unfolded(min(entry.compress_size, os.path.getsize(self.path))))
+        else:
+            stored = os.path.getsize(self.path)
+        if claimed > stored:
+            raise self._oversized(name, claimed, stored)
+        return Spec(shape, found)
+
+    def read(self, name: str) -> Tensor:
+        spec = self.spec(name)
+        with self._open(name) as stream:
+            return from_numpy(np.lib.format.read_array(stream, allow_pickle=False), spec.dtype)
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        if name or not self._zip:
+            return {}
+        found = {}
+        for entry in ATTRIBUTES.intersection(self.names()):
+            shape, dtype = self._header(entry)
+            if math.prod(shape) <= 2 and dtype.itemsize < 4096:
+                with self._open(entry) as stream:
+                    found[entry] = np.lib.format.read_array(stream, allow_pickle=False)
+        return known(found)
+
+
+class SafetensorsFile(Container):
+    """``.safetensors``; its metadata are the attributes. The library checks claimed sizes against the file's length."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = import_module("safetensors").safe_open(path, framework="pt")
+        self._tensors = self._file.__enter__()
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+    def names(self) -> list[str]:
+        return list(self._tensors.keys())
+
+    def spec(self, name: str) -> Spec:
+        part = self._tensors.get_slice(name)
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}.get(
+            part.get_dtype()
+        )
+        if dtype is None and part.get_dtype()[0] not in "IU":
+            what = f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64)"
+            raise self.error("wrong_dtype", what, "Name the right key.")
+        return Spec(tuple(part.get_shape()), dtype or torch.int64)
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors.get_tensor(name)
+        return tensor.to(self.spec(name).dtype, copy=True)  # the mapping must not outlive this call
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        return {} if name else known(self._tensors.metadata() or {})
+
+
+class ZarrFolder(Container):
+    """tiatoolbox's ``.zarr``: ``features`` and ``coordinates`` (bounds of each patch)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            zarr = import_module("zarr")
+        except ModuleNotFoundError:
+            raise self.error(
+                "needs_package", "reading zarr needs the package zarr", "Install it with: pip install zarr"
+            ) from None
+        self._group = zarr.open_group(str(path), mode="r")
+
+    def names(self) -> list[str]:
+        return sorted(self._group.array_keys())
+
+    def spec(self, name: str) -> Spec:
+        array = self._group[name]
+        # zarr leaves out chunks of zeros, so a small array may lack some.
+        if array.nbytes > HARMLESS and array.nchunks_initialized < array.nchunks:
+            raise self._oversized(name, array.nbytes, array.nbytes * array.nchunks_initialized // max(array.nchunks, 1))
+        return Spec(tuple(array.shape), self._dtype(name, np.dtype(array.dtype)))
+
+    def read(self, name: str) -> Tensor:
+        return from_numpy(np.asarray(self._group[name][...]), self.spec(name).dtype)
+
+    def attrs(self, name: str = "") -> dict[str, Any]:
+        return known(dict((self._group[name] if name else self._group).attrs))
+
+
+def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+    """A tensor of native byte order; shares memory where nothing had to change."""
+    native = array.astype(str(dtype).removeprefix("torch."), order="C", copy=False)
+    return torch.from_numpy(native if native.flags.writeable else native.copy())

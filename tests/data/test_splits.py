@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_srp.data import published as published_splits
-from gated_srp.data.splits.imported import import_split
-from gated_srp.data.splits.rules import (
+from gated_srp.data.imported_splits import import_split
+from gated_srp.data.splits import (
     Split,
     assign_parts,
     balanced_parts,
@@ -26,7 +26,7 @@ from gated_srp.data.splits.rules import (
     validation_part,
     write_split,
 )
-from gated_srp.data.tables.table import Table
+from gated_srp.data.table import Table
 from gated_srp.errors import UserError
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from gated_srp.data.splits.rules import PARTS, Split, assign_parts, case_groups, validation_of
-from gated_srp.data.tables.columns import USUAL
-from gated_srp.data.tables.matching import slide_stem
-from gated_srp.data.tables.read import listed, plain, read_frame, usual_columns
-from gated_srp.data.tables.table import Table
+from gated_srp.data.matching import slide_stem
+from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, validation_of
+from gated_srp.data.spreadsheet import USUAL, listed, plain, read_frame, usual_columns
+from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError
 
 _WORDS = {

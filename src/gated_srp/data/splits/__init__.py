@@ -1,1 +1,0 @@
-"""Who trains, who validates, who tests."""

@@ -1,1 +1,0 @@
-"""One spreadsheet -> one tidy table of slides."""
