@@ -9,7 +9,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from gated_srp.cli import data as commands
-from gated_srp.data.redundancy import measure
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
 from gated_srp.reports.redundancy import (
@@ -17,6 +16,7 @@ from gated_srp.reports.redundancy import (
     cut_photograph,
     draw_redundancy,
     find_photographs,
+    measure,
     measure_photographs,
 )
 from gated_srp.slides.encoders import Encoder

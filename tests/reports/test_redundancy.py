@@ -11,8 +11,8 @@ from factories import make_slide
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_srp.data.redundancy import POOLED, Redundancy, measure, pooled, quantiles, redundancy, write_table
 from gated_srp.errors import UserError
+from gated_srp.reports.redundancy import POOLED, Redundancy, measure, pooled, quantiles, redundancy, write_table
 from gated_srp.srp.graph import PatchGraph
 
 
@@ -57,7 +57,7 @@ def test_random_partners_are_as_many_distinct_and_never_the_patch_itself(seed, c
     features, graph, _ = _slide(seed, columns=columns, rows=rows, width=2, kept=1.1)
     recorded = _Recorded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gated_srp.data.redundancy.neighbour_mean", recorded)
+        patch.setattr("gated_srp.reports.redundancy.neighbour_mean", recorded)
         redundancy(features, graph, torch.Generator().manual_seed(seed))
     near, far = recorded
     for i, (those, drawn) in enumerate(zip(near, far, strict=True)):
