@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 from study.study_cells import cells, finish
 
-from gated_srp.reports.study import write_comparison
+from gated_srp.reports.tables import write_comparison
 from gated_srp.study.comparison import collect, compare_cells
 
 HOSTILE = "<script>alert(1)</script>"

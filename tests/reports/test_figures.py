@@ -7,7 +7,7 @@ from study.study_cells import cells, finish
 
 from gated_srp.reports.curves import macro_curve, precision_recall, roc
 from gated_srp.reports.figures import draw_signed_gate, draw_trajectories, read_gates
-from gated_srp.reports.study import write_comparison
+from gated_srp.reports.tables import write_comparison
 from gated_srp.study.comparison import collect, compare_cells
 
 

@@ -1,5 +1,6 @@
 """The page of `gated-srp report`: words first, everything inside, nothing of the user's runs as code."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,8 +11,7 @@ from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
 from gated_srp.reports.page import LARGEST, build_page, report
-from gated_srp.reports.page.contents import StudyFolder, read_contents
-from gated_srp.reports.page.pictures import gallery, inline_svg, read_name, small_png, within
+from gated_srp.reports.page.contents import StudyFolder, inline_svg, read_contents, read_name, small_png, within
 from gated_srp.reports.page.tables import forests, run_metrics, slides
 
 
@@ -191,20 +191,31 @@ def test_a_drawing_is_rid_of_all_that_runs_or_loads(tmp_path):
 
 
 def test_pictures_that_do_not_fit_are_left_out_by_name(tmp_path):
-    draw(tmp_path / "a.png", (3000, 20))
-    png = small_png(tmp_path / "a.png")
-    kept, left_out = within(iter([("a", png), ("b", png)]), int(1.4 * len(png) + 100))
-    assert [name for name, _ in kept] == ["a"] and left_out == ["b"]
-    (tmp_path / "b.png").write_bytes(b"no picture")
-    assert small_png(tmp_path / "b.png") is None
+    paths = [tmp_path / "s" / f"{name}.png" for name in "abc"]
+    draw(paths[0], (3000, 20))
+    draw(paths[1], (3000, 20))
+    paths[2].write_bytes(b"no picture")
+    kept, left_out = within(paths, int(1.4 * len(small_png(paths[0])) + 100))
+    assert [one.value for one in kept] == ["a"] and left_out == ["s/b"]
+    assert small_png(paths[2]) is None
 
 
 def test_names_of_maps_tell_slide_value_and_layer():
     assert read_name("h/TCGA-01_x_attention_layer4") == ("TCGA-01_x", "attention", "4")
     assert read_name("h/s1_attention_layer4_positive") == ("s1", "attention positive", "4")
     assert read_name("s1/homogeneity") == ("s1", "homogeneity", "")
-    found = gallery([("h/s1_beta_layer2", "u"), ("h/s1_beta_layer10", "u"), ("h/s2_change_layer2", "u")], ())
-    assert found.slides == ("s1", "s2") and found.layers == ("2", "10") and found.values == ("beta", "change")
+
+
+def test_maps_are_chosen_by_slide_value_and_layer_in_order_of_number(home, tmp_path):
+    from shutil import copytree
+
+    copytree(home / "runs" / "toy" / "gated_srp" / "seed42", tmp_path / "run")
+    for name in ("s1_beta_layer10", "s1_beta_layer2", "s2_change_layer2", "s2_true_focus"):
+        draw(tmp_path / "h" / f"{name}.png")
+    page = build_page(tmp_path)
+    assert "<option>s2</option><option>s1</option>" in page  # the demo's truth comes first
+    for name, wanted in {"value": ["true focus", "beta", "change"], "layer": ["2", "10"]}.items():
+        assert re.findall(f'name="{name}" value="([^"]+)"', page) == wanted
 
 
 def test_the_page_is_written_whole(home, tmp_path):

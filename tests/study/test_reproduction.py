@@ -10,7 +10,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
-from gated_srp.reports.study import reproduction_grid, write_reproduction
+from gated_srp.reports.tables import reproduction_grid, write_reproduction
 from gated_srp.study.cells import distinct
 from gated_srp.study.paper import Sources, paper_settings, plan_study, read_studies, studies_folder, study_names
 from gated_srp.study.reproduction import beside_published, write_study

@@ -12,8 +12,7 @@ from study.test_reproduction import FOLDER
 from gated_srp.errors import UserError
 from gated_srp.reports.curves import precision_recall
 from gated_srp.reports.page.contents import read_contents
-from gated_srp.reports.study import reproduction_grid, write_comparison
-from gated_srp.reports.tables import tone_colour
+from gated_srp.reports.tables import reproduction_grid, tone_colour, write_comparison
 from gated_srp.study.comparison import collect, compare_cells
 from gated_srp.study.paper import read_studies
 from gated_srp.study.reproduction import beside_published, reproduce

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-Runs = dict[str, list[RunFolder]]  # by cohort, or by row of a table: one run per seed
+Runs = Mapping[str, Sequence[RunFolder]]  # by cohort, or by row of a table: one run per seed
 _REGIMES = {
     "share_anti": ("adds (β ≤ −0.5)", "#D55E00", "xx"),
     "share_identity": ("leaves (around 0)", "#DDDDDD", ""),
@@ -84,8 +84,8 @@ def draw_comparison(
 
     done = [cell for cell in cells if cell.run.finished]
     written = draw_pairs(results, comparison, folder / "paired", mark=mark)
-    by_row: dict[str, Runs] = {}
-    by_cohort: dict[str, Runs] = {}
+    by_row: dict[str, dict[str, list[RunFolder]]] = {}
+    by_cohort: dict[str, dict[str, list[RunFolder]]] = {}
     for cell in done:
         by_row.setdefault(cell.row, {}).setdefault(cell.cohort, []).append(cell.run)
         by_cohort.setdefault(cell.cohort, {}).setdefault(cell.row, []).append(cell.run)

@@ -107,7 +107,7 @@ def compare(
         >>> print(found.verdict)  # doctest: +SKIP
     """
     from gated_srp.config.cohort import open_cohort
-    from gated_srp.reports.study import write_comparison
+    from gated_srp.reports.tables import write_comparison
     from gated_srp.study.cells import Row, cohort_config, plan, quick_version
     from gated_srp.study.running import Running, run_cells
     from gated_srp.study.tuning import tuned_rows

@@ -218,7 +218,7 @@ def _write_table(
 ) -> ReproducedStudy:
     from gated_srp.machine import this_machine
     from gated_srp.models import find_arm
-    from gated_srp.reports.study import write_comparison, write_reproduction
+    from gated_srp.reports.tables import write_comparison, write_reproduction
 
     if study.kind == "runtime":
         results, notes = measured(cells, running), (*notes, f"Measured on {this_machine().name}.")

@@ -20,9 +20,16 @@ from gated_srp import __version__
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title
 from gated_srp.reports.page import tables
-from gated_srp.reports.page.contents import Contents, FinishedRun, StudyFolder, read_contents
-from gated_srp.reports.page.pictures import Gallery, gallery, inline_svg, small_png, within
-from gated_srp.reports.page.tables import all_rows, run_name, tone, where
+from gated_srp.reports.page.contents import (
+    Contents,
+    FinishedRun,
+    StudyFolder,
+    inline_svg,
+    read_contents,
+    read_text,
+    within,
+)
+from gated_srp.reports.page.tables import all_rows, tone, where
 from gated_srp.reports.tables import metric_name
 
 LARGEST = 5_000_000  # bytes of a page
@@ -86,28 +93,28 @@ def build_page(folder: Path) -> str:
     )
     page = environment.get_template("page.html.j2")
     context = _context(contents)
-    bare = page.render(context, gallery=Gallery())
-    kept, left_out = within(_pictures(contents.maps), LARGEST - len(bare.encode()) - 50_000)
-    return page.render(context, gallery=gallery(kept, left_out))
-
-
-def _pictures(maps: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    for path in maps:
-        png = small_png(path)
-        if png is not None:
-            yield f"{path.parent.name}/{path.stem}", png
+    bare = page.render(context, pictures=[], left_out=[])
+    pictures, left_out = within(contents.maps, LARGEST - len(bare.encode()) - 50_000)
+    return page.render(context, pictures=pictures, left_out=left_out)
 
 
 def _context(contents: Contents) -> dict[str, Any]:
-    style, script = (files("gated_srp.reports").joinpath("templates", name).read_text("utf-8") for name in _ASSETS)
+    templates = files("gated_srp.reports").joinpath("templates")
+    style, script = (templates.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    # The page may load nothing and run no script but its own.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    policy += f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     newest = max(contents.runs, key=lambda run: str(run.environment.get("started")), default=None)
-    cohorts = {name for study in contents.studies for name in study.cohorts}
-    alone = [run for run in contents.runs if run.cohort not in cohorts]
+    alone = [run for run in contents.runs if run.cohort not in contents.compared]
+    cohorts = sorted(contents.compared or {run.cohort for run in contents.runs})
+    # Settings once per cohort and arm: those of its seeds differ in the seed alone.
+    configs = {f"{run.cohort}, {run.name}": run.path / "config.yaml" for run in reversed(contents.runs)}
     return {
-        "title": _title(contents),
+        "title": ", ".join(cohorts[:4]) + (" and more" if len(cohorts) > 4 else ""),
         "style": style,
         "script": script,
-        "policy": _policy(script),
+        "policy": policy,
         "about": [part for part in contents.about.split("\n\n") if part.strip()],
         "verdicts": [
             *filter(None, map(tables.agreement, contents.studies)),
@@ -121,27 +128,13 @@ def _context(contents: Contents) -> dict[str, Any]:
         "slides": list(tables.slides(contents.runs)),
         "checks": [(check, list(tables.check_facts(check))) for check in contents.checks],
         "hashes": tables.hashes(contents.runs),
-        "configs": _configs(contents.runs),
+        "configs": [(name, read_text(path)) for name, path in reversed(configs.items())],
         "environment": newest.environment if newest else {},
         "commands": list(_commands(contents)),
         "version": __version__,
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "folder": str(contents.home),
     }
-
-
-_ASSETS = ("page.css", "page.js")
-
-
-def _policy(script: str) -> str:
-    """The page may load nothing and run no script but its own."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-
-
-def _title(contents: Contents) -> str:
-    names = {name for study in contents.studies for name in study.cohorts} or {run.cohort for run in contents.runs}
-    return ", ".join(sorted(names)[:4]) + (" and more" if len(names) > 4 else "")
 
 
 # Words ---------------------------------------------------------------------------------------------------------------
@@ -152,19 +145,15 @@ def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> It
     selecting = {run.cohort: run.results.get("select") for run in runs}
     for study in studies:
         rows = all_rows(study)
-        first: dict[str, Any] = {}
+        metrics: dict[str, list[Any]] = {}
         for row in rows:
-            first.setdefault(where(row), row.get("metric"))
+            metrics.setdefault(where(row), []).append(row.get("metric"))
+        reference = arm_title(str(study.comparison.get("reference")))
         for row in rows:
-            wanted = selecting.get(where(row))
-            usual = (
-                wanted if any((where(r), r.get("metric")) == (where(row), wanted) for r in rows) else first[where(row)]
-            )
+            here = where(row)
+            usual = selecting.get(here) if selecting.get(here) in metrics[here] else metrics[here][0]
             if row.get("metric") == usual:
-                against = (
-                    f"{arm_title(str(row.get('arm')))} against {arm_title(str(study.comparison.get('reference')))}"
-                )
-                what = f"{against}, {where(row)}, {metric_name(str(row.get('metric')))}"
+                what = f"{arm_title(str(row.get('arm')))} against {reference}, {here}, {metric_name(str(usual))}"
                 yield {"what": what, "words": str(row.get("verdict")), "tone": tone(row)}
 
 
@@ -173,7 +162,7 @@ def _result(run: FinishedRun) -> dict[str, str]:
     value = run.scores.get(metric)
     result = "is not defined on its test set" if value is None else f"{value:.4f} on the test set"
     words = f"{metric_name(metric)} {result}. One run: it says how this model does, not whether its method is better."
-    return {"what": f"{run_name(run)}, {run.cohort}, seed {run.unit}", "words": words, "tone": "open"}
+    return {"what": f"{run.name}, {run.cohort}, seed {run.unit}", "words": words, "tone": "open"}
 
 
 def _commands(contents: Contents) -> Iterator[str]:
@@ -184,28 +173,18 @@ def _commands(contents: Contents) -> Iterator[str]:
     cohorts: dict[str, list[FinishedRun]] = {}
     for run in contents.runs:
         cohorts.setdefault(run.cohort, []).append(run)
-    compared = {name for study in contents.studies for name in study.cohorts}
-    again = [study for study in contents.studies if study.reproduction]
-    for study in again:
+    for study in [study for study in contents.studies if study.reproduction]:
         yield f"gated-srp reproduce {study.path.name} --features FOLDER --labels FOLDER"
         for name in study.cohorts:
             cohorts.pop(name, None)
     for name, runs in cohorts.items():
         seeds = sorted({str(run.results.get("seed")) for run in runs})
         yield f"# settings of {name}: below, saved as cohort.yaml"
-        if name in compared:
+        if name in contents.compared:
             arms = ",".join(dict.fromkeys(run.arm for run in runs))
             yield f"gated-srp compare cohort.yaml --arms {arms} --seeds {','.join(seeds)}"
         else:
             yield from (f"gated-srp train cohort.yaml --arm {run.arm} --seed {run.results.get('seed')}" for run in runs)
-
-
-def _configs(runs: Sequence[FinishedRun]) -> list[tuple[str, str]]:
-    """One per cohort and arm: those of its seeds differ in the seed alone."""
-    found: dict[str, str] = {}
-    for run in runs:
-        found.setdefault(f"{run.cohort}, {run_name(run)}", run.config_text)
-    return list(found.items())
 
 
 # Figures -------------------------------------------------------------------------------------------------------------
@@ -225,23 +204,18 @@ def _study(study: StudyFolder, prefix: str) -> dict[str, Any]:
 
 
 def _drawn(paths: Sequence[Path], prefix: str) -> Iterator[Figure]:
-    for place, path in enumerate(sorted(paths, key=_place)):
+    """In the order of the captions; others last."""
+
+    def known(path: Path) -> str:
+        return next((name for name in _CAPTIONS if path.stem.startswith(name)), "")
+
+    order = [*_CAPTIONS, ""]
+    for place, path in enumerate(sorted(paths, key=lambda path: order.index(known(path)))):
+        rest = path.stem.removeprefix(known(path)).strip("_").replace("_", " ")
+        words = _CAPTIONS.get(known(path))
         markup = inline_svg(path, f"{prefix}{place}-")
         if markup is not None:
-            yield Figure(_caption(path.stem), markup)
-
-
-def _place(path: Path) -> int:
-    """The order of the captions; others last."""
-    return next((i for i, name in enumerate(_CAPTIONS) if path.stem.startswith(name)), len(_CAPTIONS))
-
-
-def _caption(stem: str) -> str:
-    for name, words in _CAPTIONS.items():
-        if stem.startswith(name):
-            rest = stem.removeprefix(name).strip("_").replace("_", " ")
-            return f"{words} ({rest})" if rest else words
-    return stem.replace("_", " ")
+            yield Figure(rest if words is None else f"{words} ({rest})" if rest else words, markup)
 
 
 def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
@@ -251,12 +225,12 @@ def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
 
     found: list[Figure] = []
     for place, run in enumerate(runs):
-        name = f"{run_name(run)}, seed {run.unit}"
+        name = f"{run.name}, seed {run.unit}"
         with tempfile.TemporaryDirectory() as folder:
-            home, of = Path(folder), {run.cohort: [run.folder]}
-            drawn = draw_history(run.folder, home / "history", title=name)
+            home, of = Path(folder), {run.cohort: [run]}
+            drawn = draw_history(run, home / "history", title=name)
             drawn += draw_trajectories(of, home / "trajectories", title=name)
             drawn += draw_regimes(of, home / "regimes", title=name)
-            drawn += draw_curves(home, run.cohort, {run.arm: [run.folder]})
+            drawn += draw_curves(home, run.cohort, {run.arm: [run]})
             found += _drawn([path for path in drawn if path.suffix == ".svg"], f"r{place}-")
     return found

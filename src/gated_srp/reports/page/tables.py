@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import mean, stdev
+from dataclasses import dataclass
+from statistics import mean
 from typing import Any
+
+import pandas as pd
 
 from gated_srp.models import arm_title
 from gated_srp.reports.page.contents import FinishedRun, StudyFolder
-from gated_srp.reports.tables import metric_name
-from gated_srp.study.results import LOWER_IS_BETTER
+from gated_srp.reports.tables import mean_and_std, metric_name, tone_of
 
 MOST_SLIDES = 2000  # rows of a table of slides
 Cell = tuple[str, Any]  # what is shown, and what it sorts by
@@ -30,32 +31,28 @@ class HtmlTable:
     search: str = ""
 
 
-def number(value: Any, digits: int = 4) -> str:
-    """
-    >>> number(0.51236), number(None), number(True)
-    ('0.5124', '–', 'True')
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "–" if value is None else str(value)
-    return "–" if not math.isfinite(value) else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
-
-
 def signed(value: Any) -> str:
     """
-    >>> signed(-0.25)
-    '−0.2500'
+    >>> signed(-0.25), signed(None)
+    ('−0.2500', '–')
     """
     return f"{value:+.4f}".replace("-", "−") if isinstance(value, float | int) else "–"
 
 
 def cell(value: Any, shown: str | None = None) -> Cell:
-    """Sorts by the value; shows it as `number` does, or as a text of its own."""
-    return (number(value) if shown is None else shown), ("" if value is None else value)
+    """Sorts by the value; shows it, numbers with four digits, or a text of its own.
+
+    >>> cell(0.51236), cell(None), cell(True), cell(math.nan)[0], cell(2, "two")
+    (('0.5124', 0.51236), ('–', ''), ('True', True), '–', ('two', 2))
+    """
+    if value is None:
+        return shown or "–", ""
+    return (mean_and_std(value) if isinstance(value, float) else str(value)) if shown is None else shown, value
 
 
 def spread(middle: Any, deviation: Any) -> Cell:
     """Mean ± standard deviation."""
-    return cell(middle, number(middle) + (f" ± {number(deviation)}" if isinstance(deviation, float) else ""))
+    return cell(middle, mean_and_std(*(math.nan if value is None else value for value in (middle, deviation))))
 
 
 def interval(low: Any, high: Any) -> Cell:
@@ -67,23 +64,18 @@ def interval(low: Any, high: Any) -> Cell:
 
 def cohort_metrics(study: StudyFolder) -> Iterator[HtmlTable]:
     """Mean ± standard deviation over seeds of every metric that the runs have."""
-    for cohort in dict.fromkeys(row["cohort"] for row in study.results):
-        found: dict[str, dict[str, list[float]]] = {}
-        metrics: dict[str, None] = {}
-        for row in study.results:
-            if row["cohort"] == cohort and row["value"] not in ("", "nan"):
-                found.setdefault(row["arm"], {}).setdefault(row["metric"], []).append(float(row["value"]))
-                metrics[row["metric"]] = None
+    results = pd.DataFrame(study.results, columns=["cohort", "arm", "metric", "value"])
+    results["value"] = pd.to_numeric(results["value"], errors="coerce")
+    for cohort, own in results.dropna(subset="value").groupby("cohort", sort=False):
+        metrics = own["metric"].unique()
+        over_seeds = own.groupby(["arm", "metric"])["value"].agg(["mean", "std"])
+        found = {key: spread(middle, std) for key, middle, std in over_seeds.itertuples()}
         rows = [
-            (cell(arm_title(arm)), *(_over_seeds(values.get(metric, [])) for metric in metrics))
-            for arm, values in found.items()
+            (cell(arm_title(arm)), *(found.get((arm, metric), cell(None)) for metric in metrics))
+            for arm in own["arm"].unique()
         ]
         note = "Test set, mean ± standard deviation over seeds."
         yield HtmlTable(str(cohort), ("Arm", *map(metric_name, metrics)), rows, note)
-
-
-def _over_seeds(values: Sequence[float]) -> Cell:
-    return spread(mean(values), stdev(values) if len(values) > 1 else None) if values else cell(None)
 
 
 def run_metrics(runs: Sequence[FinishedRun]) -> HtmlTable:
@@ -99,30 +91,17 @@ def run_metrics(runs: Sequence[FinishedRun]) -> HtmlTable:
 
 def hashes(runs: Sequence[FinishedRun]) -> HtmlTable:
     """Of splits and models: what another person's runs must have to be the same."""
-    rows = [
-        (
-            *_run_cells(run),
-            cell(str(run.results.get("split_hash") or "–")[:16]),
-            cell(str(run.environment.get("slides_hash") or "–")[:16]),
-            cell(run.model_hash[:16] or "–"),
-        )
-        for run in runs
-    ]
-    note = (
-        "First 16 characters of the SHA-256. Runs with equal splits are paired; equal models are equal to the last bit."
-    )
+    rows = []
+    for run in runs:
+        found = run.results.get("split_hash"), run.environment.get("slides_hash"), run.model_hash
+        rows.append((*_run_cells(run), *(cell(str(one or "–")[:16]) for one in found)))
+    note = "First 16 characters of the SHA-256. Runs with equal splits are paired; "
+    note += "equal models are equal to the last bit."
     return HtmlTable("Hashes", ("Cohort", "Arm", "Seed", "Split", "Slides and labels", "Model"), rows, note)
 
 
 def _run_cells(run: FinishedRun) -> tuple[Cell, ...]:
-    return cell(run.cohort), cell(run_name(run)), cell(run.unit)
-
-
-def run_name(run: FinishedRun) -> str:
-    """The arm, and the settings that a study varied: runs of one arm with other settings lie below ``variants``."""
-    above = run.path.absolute().parents
-    varied = above[2].name if len(above) > 3 and above[3].name == "variants" else ""
-    return arm_title(run.arm) + (f" ({varied.replace('model.', '').replace(',', ', ')})" if varied else "")
+    return cell(run.cohort), cell(run.name), cell(run.unit)
 
 
 # Differences between arms ---------------------------------------------------------------------------------------------
@@ -136,7 +115,7 @@ class Forest:
     low: float
     high: float
     zero: float
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]]
 
 
 def differences(study: StudyFolder) -> HtmlTable:
@@ -152,7 +131,7 @@ def differences(study: StudyFolder) -> HtmlTable:
                 spread(row.get("mean"), row.get("std")),
                 spread(row.get("reference_mean"), row.get("reference_std")),
                 cell(test.get("difference"), signed(test.get("difference"))),
-                interval(*_limits(test)),
+                interval(*_limits(test).values()),
                 cell(row.get("p_holm")),
                 cell(row.get("wins"), "–".join(str(row.get(key, "")) for key in ("wins", "losses", "ties"))),
                 interval(patients.get("low"), patients.get("high")),
@@ -180,9 +159,7 @@ def where(row: Row) -> str:
 def tone(row: Row) -> str:
     """better, worse or open; a difference that does not survive Holm's correction is open."""
     difference = _test(row).get("difference")
-    if not row.get("claimed") or not isinstance(difference, float | int):
-        return "open"
-    return "better" if (difference < 0) == (row.get("metric") in LOWER_IS_BETTER) else "worse"
+    return "open" if not row.get("claimed") or difference is None else tone_of(difference, str(row.get("metric")))
 
 
 def forests(study: StudyFolder) -> Iterator[Forest]:
@@ -190,23 +167,17 @@ def forests(study: StudyFolder) -> Iterator[Forest]:
     for row in all_rows(study):
         groups.setdefault((where(row), str(row.get("metric"))), []).append(row)
     for (place, metric), rows in groups.items():
-        ends = [0.0]
-        for row in rows:
-            ends += [v for v in (*_limits(_test(row)), _test(row).get("difference")) if v is not None]
-        low, high = min(ends), max(ends)
-        margin = 0.06 * ((high - low) or 1.0)
-        low, high = low - margin, high + margin
-        lines = [_forest_line(row, low, high) for row in rows]
+        found = [{"at": _test(row).get("difference"), **_limits(_test(row))} for row in rows]
+        ends = [0.0, *(value for one in found for value in one.values() if value is not None)]
+        margin = 0.06 * ((max(ends) - min(ends)) or 1.0)
+        low, high = min(ends) - margin, max(ends) + margin
+        lines = []
+        for row, one in zip(rows, found, strict=True):
+            words = signed(one["at"])
+            words += "" if one["from"] is None else f" ({signed(one['from'])} to {signed(one['to'])})"
+            places = {name: _percent(value, low, high) for name, value in one.items()}
+            lines.append({"arm": arm_title(str(row.get("arm"))), "tone": tone(row), "words": words, **places})
         yield Forest(f"{place}, {metric_name(metric)}", low, high, _percent(0.0, low, high) or 0.0, lines)
-
-
-def _forest_line(row: Row, low: float, high: float) -> dict[str, Any]:
-    test = _test(row)
-    first, last = _limits(test)
-    words = signed(test.get("difference")) + ("" if first is None else f" ({signed(first)} to {signed(last)})")
-    places = {"at": test.get("difference"), "from": first, "to": last}
-    line = {name: _percent(value, low, high) for name, value in places.items()}
-    return {"arm": arm_title(str(row.get("arm"))), "tone": tone(row), "words": words, **line}
 
 
 def _test(row: Row) -> Row:
@@ -215,9 +186,9 @@ def _test(row: Row) -> Row:
     return found
 
 
-def _limits(test: Row) -> tuple[float | None, float | None]:
-    found = test.get("interval") or (None, None)
-    return found[0], found[1]
+def _limits(test: Row) -> dict[str, float | None]:
+    low, high = test.get("interval") or (None, None)
+    return {"from": low, "to": high}
 
 
 def _percent(value: float | None, low: float, high: float) -> float | None:
@@ -288,12 +259,13 @@ def _value(text: str) -> Any:
 def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
     """One table per cohort: each test slide (or case) with its truth, and what the arms predicted, over the seeds that tested it."""
     for cohort in dict.fromkeys(run.cohort for run in runs):
-        own = [(run, table) for run in runs if run.cohort == cohort and (table := run.predictions()) is not None]
+        own = [(run, table) for run in runs if run.cohort == cohort and (table := run.tested()) is not None]
         if not own:
             continue
-        key = "slide" if "slide" in own[0][1] else "case"
-        truth = [name for name in ("case", "label", "time", "event") if name in own[0][1] and name != key]
-        arms = list(dict.fromkeys(run_name(run) for run, _ in own))
+        first, table = own[0]
+        key = "slide" if "slide" in table else "case"
+        truth = [name for name in ("case", *first.truth) if name in table and name != key]
+        arms = list(dict.fromkeys(run.name for run, _ in own))
         known: dict[str, Mapping[Any, Any]] = {}
         predicted: dict[tuple[str, str], list[float]] = {}
         what = ""
@@ -301,7 +273,7 @@ def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
             what, values = run.task.headline(table)
             for name, value, facts in zip(table[key], values, table[truth].to_dict("records"), strict=True):
                 known.setdefault(str(name), facts)
-                predicted.setdefault((str(name), run_name(run)), []).append(float(value))
+                predicted.setdefault((str(name), run.name), []).append(float(value))
         rows = [
             (cell(name), *(cell(facts[t]) for t in truth), *(_mean(predicted.get((name, arm))) for arm in arms))
             for name, facts in sorted(known.items())[:MOST_SLIDES]
@@ -317,7 +289,8 @@ def _mean(values: Sequence[float] | None) -> Cell:
     if not values:
         return cell(None)
     middle = mean(values)
-    return cell(middle, number(middle, 3) + (f" ({len(values)} seeds)" if len(values) > 1 else ""))
+    seeds = f" ({len(values)} seeds)" if len(values) > 1 else ""
+    return cell(middle, f"{middle:.3f}{seeds}" if math.isfinite(middle) else f"–{seeds}")
 
 
 def check_facts(check: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
