@@ -19,6 +19,7 @@ from gated_srp.data.files.images import (
     read_image,
     read_pixels,
     turned,
+    with_contrast,
     with_hue,
 )
 from gated_srp.data.prepared import Preparation, prepare
@@ -87,20 +88,26 @@ def test_the_eight_symmetries_differ_and_each_is_a_permutation_of_the_pixels():
         assert torch.equal(square[1] - square[0], pixels[1] - pixels[0])
 
 
+def byte_noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
 def test_every_symmetry_is_drawn_about_equally_often(monkeypatch):
     monkeypatch.setattr("gated_srp.data.files.images._JITTER", 0.0)
     monkeypatch.setattr("gated_srp.data.files.images._HUE", 0.0)
-    pixels = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0))
-    known = [turned(pixels, number) for number in range(8)]
+    pixels = byte_noise(3, 4, 4)
+    known = [turned(pixels, number).int() for number in range(8)]
     counts = [0] * 8
     for number in range(800):
-        found = augmented(pixels, stream(0, f"{number}"))
-        counts[next(i for i, one in enumerate(known) if torch.allclose(found, one, atol=1e-5))] += 1
+        found = augmented(pixels, stream(0, f"{number}")).int()
+        apart = [int((found - one).abs().max()) for one in known]  # HSV in bytes rounds a little
+        assert sorted(apart)[0] <= 8 < sorted(apart)[1]
+        counts[apart.index(min(apart))] += 1
     assert sum(counts) == 800 and min(counts) > 60 and max(counts) < 140
 
 
 def test_what_is_drawn_depends_on_the_stream_alone():
-    pixels = torch.rand(3, 16, 16)
+    pixels = byte_noise(3, 16, 16)
     torch.manual_seed(5)
     before = torch.rand(2)
     torch.manual_seed(5)
@@ -112,7 +119,7 @@ def test_what_is_drawn_depends_on_the_stream_alone():
 
 
 def test_the_number_of_threads_changes_no_bit():
-    pixels = torch.rand(3, 272, 272)
+    pixels = byte_noise(3, 272, 272)
     threads = torch.get_num_threads()
     try:
         found = []
@@ -124,26 +131,46 @@ def test_the_number_of_threads_changes_no_bit():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_jitter_is_mild_and_stays_within_the_range_of_colours():
-    pixels = torch.full((3, 4, 4), 0.5)
+def test_jitter_acts_on_bytes_as_in_the_release_and_is_mild(tmp_path):
+    pixels = torch.full((3, 4, 4), 128, dtype=torch.uint8)
     values = torch.stack([augmented(pixels, stream(0, str(number))) for number in range(200)])
-    assert float(values.min()) >= 0.45 - 1e-6 and float(values.max()) <= 0.55 + 1e-6  # of a grey only brightness moves
-    assert float(values.min()) < 0.46 and float(values.max()) > 0.54
-    white = augmented(torch.ones(3, 4, 4), stream(0, "1"))
-    assert float(white.max()) <= 1.0
+    assert values.dtype == torch.uint8
+    assert 114 <= int(values.min()) <= 117 and 139 <= int(values.max()) <= 141  # of a grey only brightness moves
+    path = write(tmp_path / "a.png", noise())
+    rows = read_image(path, GRID, stream(0, "1")).features.view(4, 4, 3, 8, 8).permute(2, 0, 3, 1, 4).reshape(3, 32, 32)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    levels = (rows * std + mean) * 255
+    torch.testing.assert_close(levels, levels.round(), atol=1e-3, rtol=0)  # whole numbers, though jittered
+    assert torch.equal(levels.round().byte(), augmented(read_pixels(path, GRID), stream(0, "1")))
+
+
+def naive_blend(pixels: np.ndarray, factor: float, kind: int) -> np.ndarray:
+    """Brightness, contrast, saturation of (S, S, 3) bytes: away from black, the mean grey or each pixel's grey, cut to bytes."""
+    red, green, blue = (pixels[..., colour].astype(np.int64) for colour in range(3))
+    grey = (19595 * red + 38470 * green + 7471 * blue + 32768) // 65536
+    other = (0, int(grey.mean() + 0.5), grey[..., None])[kind]
+    return np.clip(other + factor * (pixels.astype(np.float64) - other), 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("factor", [0.9, 0.97, 1.0, 1.1])
+def test_brightness_contrast_and_saturation_are_blends_of_bytes(kind, factor):
+    pixels = noise()
+    found = np.asarray(with_contrast(Image.fromarray(pixels), ("black", "mean", "grey")[kind], factor))
+    assert np.abs(found.astype(int) - naive_blend(pixels, factor, kind)).max() <= 1
 
 
 @pytest.mark.parametrize("shift", [-0.05, 0.0, 0.03, 0.4])
 def test_hue_agrees_with_the_standard_librarys_hsv(shift):
-    pixels = torch.rand(3, 6, 5, generator=torch.Generator().manual_seed(3))
-    pixels[:, 0, 0] = 0.7  # grey
-    pixels[:, 1, 1] = torch.tensor([0.5, 0.5, 0.1])  # two largest
-    found = with_hue(pixels, shift)
+    pixels = byte_noise(6, 5, 3, seed=3).numpy()
+    pixels[0, 0] = 180  # grey
+    pixels[1, 1] = (128, 128, 25)  # two largest
+    found = np.asarray(with_hue(Image.fromarray(pixels), shift)) / 255
     for y in range(6):
         for x in range(5):
-            hue, saturation, value = colorsys.rgb_to_hsv(*pixels[:, y, x].tolist())
+            hue, saturation, value = colorsys.rgb_to_hsv(*(pixels[y, x] / 255).tolist())
             expected = colorsys.hsv_to_rgb((hue + shift) % 1.0, saturation, value)
-            torch.testing.assert_close(found[:, y, x], torch.tensor(expected), atol=1e-5, rtol=1e-5)
+            np.testing.assert_allclose(found[y, x], expected, atol=0.04)  # hue and saturation are bytes, too
 
 
 @pytest.mark.parametrize(

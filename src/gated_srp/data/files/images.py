@@ -3,7 +3,7 @@
 Shapes: S side of the image, P side of a patch, N = (S / P)^2 patches, C = 3 * P * P numbers per patch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ENDINGS = (".png", ".jpg", ".jpeg")
 SYMMETRIES = 8  # of a square
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, by colour
-_GREY = (0.299, 0.587, 0.114)  # brightness of red, green and blue
+_COLOURLESS = ("black", "mean", "grey")  # what brightness, contrast and saturation move an image away from
 _JITTER, _HUE = 0.1, 0.05  # brightness, contrast and saturation times 1 +- this; hue +- this share of the circle
 
 
@@ -71,11 +71,11 @@ def image_header(path: str | Path, grid: ImageGrid) -> BagHeader:
 
 def read_image(path: str | Path, grid: ImageGrid, draws: torch.Generator | None = None) -> Bag:
     """The image's patches, normalised as for ImageNet; with ``draws`` turned and coloured at random first."""
-    pixels = read_pixels(Path(path), grid).float() / 255
+    pixels = read_pixels(Path(path), grid)
     if draws is not None:
         pixels = augmented(pixels, draws)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
-    return Bag(**_facts(Path(path), grid), features=patch_rows((pixels - mean) / std, grid.patch))
+    return Bag(**_facts(Path(path), grid), features=patch_rows((pixels.float() / 255 - mean) / std, grid.patch))
 
 
 def read_pixels(path: Path, grid: ImageGrid) -> Tensor:
@@ -99,17 +99,19 @@ def patch_rows(pixels: Tensor, patch: int) -> Tensor:
 
 
 def augmented(pixels: Tensor, draws: torch.Generator) -> Tensor:
-    """(3, S, S) in 0 to 1: one of the eight symmetries, and mild colour jitter in random order.
+    """(3, S, S) bytes: one of the eight symmetries, and mild colour jitter in random order, on bytes as in the release.
 
     Flips left to right and top to bottom and turns by 90 degrees, each drawn evenly, make the eight symmetries equally likely.
     """
+    from PIL.Image import fromarray
+
     symmetry = int(torch.randint(SYMMETRIES, (), generator=draws))
     factors = (1 + _JITTER * (2 * torch.rand(3, generator=draws) - 1)).tolist()
     hue = _HUE * (2 * float(torch.rand((), generator=draws)) - 1)
-    pixels = turned(pixels, symmetry)
+    image = fromarray(turned(pixels, symmetry).permute(1, 2, 0).contiguous().numpy())
     for step in torch.randperm(4, generator=draws).tolist():
-        pixels = with_hue(pixels, hue) if step == 3 else _blended(pixels, _COLOURLESS[step](pixels), factors[step])
-    return pixels
+        image = with_hue(image, hue) if step == 3 else with_contrast(image, _COLOURLESS[step], factors[step])
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def turned(pixels: Tensor, symmetry: int) -> Tensor:
@@ -118,35 +120,21 @@ def turned(pixels: Tensor, symmetry: int) -> Tensor:
     return quarter.flip(-1) if symmetry >= 4 else quarter
 
 
-def with_hue(pixels: Tensor, shift: float) -> Tensor:
+def with_contrast(image: "Image", colourless: str, factor: float) -> "Image":
+    """Moved away from (or, with a factor below 1, towards) black, its mean grey or each pixel's grey."""
+    from PIL import ImageEnhance
+
+    kinds = {"black": ImageEnhance.Brightness, "mean": ImageEnhance.Contrast, "grey": ImageEnhance.Color}
+    return kinds[colourless](image).enhance(factor)
+
+
+def with_hue(image: "Image", shift: float) -> "Image":
     """Colours turned by a share of the colour circle, their saturation and value kept (HSV)."""
-    red, green, blue = pixels
-    value, low = pixels.amax(0), pixels.amin(0)
-    chroma = value - low
-    unit = torch.where(chroma > 0, chroma, 1.0)
-    after_green = torch.where(value == green, (blue - red) / unit + 2, (red - green) / unit + 4)
-    sixths = torch.where(value == red, (green - blue) / unit, after_green) + 6 * shift  # of the circle; grey stays grey
-    away = (torch.tensor([5.0, 3.0, 1.0]).view(3, 1, 1) + sixths) % 6  # from red, green and blue
-    return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
+    from PIL.Image import merge
 
-
-def _grey(pixels: Tensor) -> Tensor:
-    red, green, blue = pixels
-    grey: Tensor = _GREY[0] * red + _GREY[1] * green + _GREY[2] * blue  # (S, S)
-    return grey
-
-
-def _mean_grey(pixels: Tensor) -> Tensor:
-    # numpy adds in one order, whatever the number of threads: workers and the main process must agree to the bit.
-    return torch.tensor(_grey(pixels).numpy().mean(dtype=np.float64), dtype=torch.float32)
-
-
-# What brightness, contrast and saturation move an image away from, or towards.
-_COLOURLESS: tuple[Callable[[Tensor], Tensor], ...] = (torch.zeros_like, _mean_grey, _grey)
-
-
-def _blended(pixels: Tensor, other: Tensor, factor: float) -> Tensor:
-    return (factor * pixels + (1 - factor) * other).clamp(0, 1)
+    hue, saturation, value = image.convert("HSV").split()
+    turned_hue = hue.point([(level + int(255 * shift)) % 256 for level in range(256)])
+    return merge("HSV", (turned_hue, saturation, value)).convert("RGB")
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
