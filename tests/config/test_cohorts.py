@@ -76,6 +76,7 @@ def test_training_settings_are_those_of_the_appendix() -> None:
     for name in ("KIRC", "KIRP", "LUAD", "STAD", "UCEC"):
         assert settings(find_cohort(name)) == (20, 1e-4, 1e-5, 1, 1, 49_152, "c_index", "case")
     assert settings(COHORTS["ADP"]) == (20, 5e-4, 0.05, 1, 256, None, "macro_map", "slide")
+    assert [name for name, cohort in COHORTS.items() if cohort.recipe.drop_last] == ["ADP"]  # 55 steps of 256 per epoch
     assert {cohort.seeds for cohort in COHORTS.values()} == {(42, 43, 44, 45, 46)}
 
 

@@ -97,6 +97,11 @@ def test_check_names_the_images_that_are_no_good(tmp_path):
     assert deep.facts["neighbours"]["mean"]["median"] == (4 * 3 + 8 * 5 + 4 * 8) / 16
 
 
+def test_only_adp_itself_drops_its_last_batch(tmp_path):
+    assert not load_config(write_images(tmp_path, count=20)).train.drop_last
+    assert load_config(write(tmp_path, "cohort: ADP\nlabels: .\nimages: img\n")).train.drop_last
+
+
 def test_check_asks_for_smaller_batches_where_memory_is_short(tmp_path):
     config = load_config(write_images(tmp_path, count=20), {"train.batch_size": 8})
     found = check(config, machine=Machine("a small machine", 1e9, 0.5e9))

@@ -22,7 +22,8 @@ from gated_srp.streams import stream
 from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.evaluate import evaluate as evaluate_run
 from gated_srp.training.inputs import load_inputs
-from gated_srp.training.loop import Training, bag_order, predict_logits, train_epoch
+from gated_srp.training.loop import Training, bag_order, fit, predict_logits, train_epoch
+from gated_srp.training.optim import learning_rate
 from gated_srp.training.predict import files_for, predict
 from gated_srp.training.ranks import Ranks
 from gated_srp.training.train import train
@@ -98,6 +99,24 @@ def test_mini_batches_are_windows_of_single_images(make):
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_the_last_smaller_batch_of_an_epoch_is_dropped_where_asked(make):
+    training, material = make(train__batch_size=8, train__drop_last=True, train__epochs=2, train__lr=1e-3)
+    rows, sizes, rates = material.rows("train"), [], []
+    assert len(rows) % 8
+    training.model.register_forward_pre_hook(
+        lambda module, args: sizes.append(len(args[0])) if module.training else None
+    )
+    training.optimiser.register_step_pre_hook(lambda *_: rates.append(training.optimiser.param_groups[0]["lr"]))
+    fit(training, rows, lambda: ({}, 0.0), Nobody())
+    steps = 2 * (len(rows) // 8)
+    assert sizes == [8] * steps
+    assert rates == [learning_rate(step, steps, lr=1e-3, warmup=training.settings.warmup) for step in range(steps)]
+    assert (training.progress.epoch, training.progress.bags) == (2, 0)
+    short, _ = make(train__batch_size=1000, train__drop_last=True, train__epochs=1)
+    fit(short, rows, lambda: ({}, 0.0), Nobody())  # an epoch of less than one batch is not dropped as a whole
+    assert short.progress.step == 1
 
 
 def test_the_first_update_is_that_of_a_plain_batch_of_augmented_images(make):

@@ -91,6 +91,7 @@ class TrainConfig(_Section):
     weight_decay: float = Field(ge=0)
     accumulation: int = Field(ge=1)
     batch_size: int = Field(default=1, ge=1)
+    drop_last: bool = False
     clip: float | None = Field(default=1.0, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
     precision: Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_texted)] = "auto"

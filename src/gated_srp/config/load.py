@@ -11,7 +11,7 @@ import difflib
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,10 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
 
 
 def _image_recipe() -> Recipe:
-    """The paper's for images, whatever the task."""
+    """The paper's for images, whatever the task; no image is left out of a small cohort's epochs."""
     from gated_srp.config.presets import find_cohort
 
-    return find_cohort("ADP").recipe
+    return replace(find_cohort("ADP").recipe, drop_last=False)
 
 
 def _task_of(values: dict[str, Any]) -> Any:

@@ -36,13 +36,17 @@ FLAGS = {"1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0, "tru
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW settings of the appendix; a step takes ``batch_size`` bags, an update ``accumulation`` steps."""
+    """AdamW settings of the appendix; a step takes ``batch_size`` bags, an update ``accumulation`` steps.
+
+    ``drop_last``: an epoch's last batch is left out where it is smaller than the others.
+    """
 
     epochs: int
     lr: float
     weight_decay: float
     accumulation: int
     batch_size: int = 1
+    drop_last: bool = False
 
 
 class Header(Protocol):

@@ -264,7 +264,8 @@ def differences(there: Any, asked: Any, name: str = "") -> list[str]:
     if isinstance(there, dict) and isinstance(asked, dict):
         keys = list(dict.fromkeys([*there, *asked]))
         return [d for k in keys for d in differences(there.get(k), asked.get(k), f"{name}.{k}".lstrip("."))]
-    return [] if there == asked else [f"{name} {there}, asked {asked}"]
+    same = there == asked or (there is None and asked is False)  # off, and unknown to the version that made the folder
+    return [] if same else [f"{name} {there}, asked {asked}"]
 
 
 def defined(content: Any) -> Any:
