@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -411,5 +412,41 @@ def test_adp_row_files_give_the_parts_and_wrong_ones_are_refused(tmp_path: Path)
         with pytest.raises(UserError, match=message):
             published_splits.from_row_files(table, tmp_path)
     np.save(tmp_path / "test.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match="list of row numbers"):
+        published_splits.from_row_files(table, tmp_path)
+    (tmp_path / "test.npy").write_bytes(b"no array")
     with pytest.raises(UserError, match="cannot be read"):
         published_splits.from_row_files(table, tmp_path)
+
+
+class Malice:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("ran"),))
+
+
+def test_adp_row_files_of_pickled_numbers_are_read_and_pickled_code_is_not_run(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = Table(pd.DataFrame({"slide": list("abcd"), "case": list("abcd"), "X": [0, 1] * 2}), "multilabel", ("X",))
+    pickled = {"train": [np.int64(3), 0], "valid": [1], "test": [np.int32(2)]}
+    for name, rows in pickled.items():
+        np.save(tmp_path / f"{name}.npy", np.array(rows, dtype=object), allow_pickle=True)
+    split = published_splits.from_row_files(table, tmp_path)
+    assert split.parts == {"d": "train", "a": "train", "b": "val", "c": "test"}
+    np.save(tmp_path / "test.npy", np.array([Malice()], dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match=r"test\.npy: .*not opened, since that would run their code"):
+        published_splits.from_row_files(table, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_parts_of_another_size_than_adps_are_spoken_of(tmp_path: Path) -> None:
+    count = 17_668
+    names = [f"{number:05}" for number in range(count)]
+    table = Table(pd.DataFrame({"slide": names, "case": names, "X": [0, 1] * (count // 2)}), "multilabel", ("X",))
+    for sizes, said in (((14_134, 1767, 1767), ()), ((14_000, 1901, 1767), ("14,000 / 1,901 / 1,767",))):
+        rows = np.split(np.arange(count), np.cumsum(sizes)[:2])
+        for name, part in zip(("train", "valid", "test"), rows, strict=True):
+            np.save(tmp_path / f"{name}.npy", part)
+        notes = published_splits.from_row_files(table, tmp_path).notes
+        assert len(notes) == len(said) and all(part in note.what for part, note in zip(said, notes, strict=True))

@@ -1,16 +1,22 @@
 """The paper's cohorts as they were released: the public label files, how each is read, and the rule of its published splits."""
 
 import hashlib
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.splits import Split, balanced_parts, case_groups, dealt_hold_out, hold_out, validation_part
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Columns, Table, read_table, tidy_table
 from gated_srp.errors import Note, UserError
+
+Array = npt.NDArray[Any]
+_ADP_PARTS = (14_134, 1_767, 1_767)  # train, valid and test of the release's 17,668 rows
 
 
 @dataclass(frozen=True)
@@ -154,11 +160,7 @@ def from_row_files(table: Table, folder: str | Path) -> Split:
     parts: dict[str, str] = {}
     for part, name in (("train", "train.npy"), ("val", "valid.npy"), ("test", "test.npy")):
         path = folder / name
-        try:
-            rows = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            cure = "ADP's row files train.npy, valid.npy and test.npy come with it."
-            raise UserError(f"cannot be read ({error})", where=path, cure=cure, kind="split") from None
+        rows = _row_numbers(path)
         if rows.ndim != 1 or rows.dtype.kind not in "iu":
             what = f"expected a list of row numbers, found {rows.dtype} of shape {rows.shape}"
             raise UserError(what, where=path, cure="Download the release again.", kind="split")
@@ -171,4 +173,41 @@ def from_row_files(table: Table, folder: str | Path) -> Split:
             what = f"a row is named twice, e.g. {(again or patches)[0]}"
             raise UserError(what, where=path, cure="The three row files must not overlap.", kind="split")
         parts |= dict.fromkeys(patches, part)
-    return Split("patch_id", parts, f"row files in {folder.name}")
+    split = Split("patch_id", parts, f"row files in {folder.name}")
+    found = tuple(split.counts.values())
+    if len(table.frame) != sum(_ADP_PARTS) or found == _ADP_PARTS:
+        return split
+    sizes, released = (" / ".join(f"{count:,}" for count in counts) for counts in (found, _ADP_PARTS))
+    what = f"the row files have {sizes} rows (train, valid, test), those of the release {released}"
+    return replace(split, notes=(Note("warning", "split", what, cure="Is it the release's own split?"),))
+
+
+def _row_numbers(path: Path) -> Array:
+    """The content of a row file. Numbers that were stored as Python objects are read, too: nothing else is unpickled."""
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            _, _, dtype = read(file)
+            if dtype.hasobject:
+                return np.array(_Numbers(file).load().tolist())
+        plain: Array = np.load(path, allow_pickle=False)
+        return plain
+    except (OSError, ValueError, EOFError, AttributeError) as error:
+        cure = "ADP's row files train.npy, valid.npy and test.npy come with it."
+        raise UserError(f"cannot be read ({error})", where=path, cure=cure, kind="split") from None
+    except pickle.UnpicklingError as error:
+        what = f"holds other Python objects than numbers ({error})"
+        cure = "Such files are not opened, since that would run their code. Download the release again."
+        raise UserError(what, where=path, cure=cure, kind="split") from None
+
+
+class _Numbers(pickle.Unpickler):
+    """Unpickles arrays and numbers; whatever else a pickle names is refused before it is imported."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        makers = (np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0])
+        known = dict(zip(("ndarray", "dtype", "_reconstruct", "scalar"), makers, strict=True))
+        if module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray") and name in known:
+            return known[name]  # wherever this version of numpy has it
+        raise pickle.UnpicklingError(f"{module}.{name}")
