@@ -11,13 +11,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import yaml
 
 from gated_srp.config.cohort import SEEDS, Gate
 from gated_srp.data import published
 from gated_srp.data.published import LabelFile
 from gated_srp.data.splits import Split
-from gated_srp.data.table import Table
+from gated_srp.data.spreadsheet import Columns, read_frame
+from gated_srp.data.table import Table, tidy_table
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Recipe, find_task
 
@@ -44,7 +46,11 @@ class Cohort:
     task: str
     classes: tuple[str, ...]
     labels: LabelFile
-    reader: Callable[[Path, str, tuple[str, ...]], Table]  # of the file, the name and the classes
+    columns: Columns
+    sheet: str | None
+    rows: (
+        Callable[[pd.DataFrame, Path, str], pd.DataFrame] | None
+    )  # chooses those of a table, its path, the cohort's name
     rule: Callable[[Table, int], Split] | None  # None: row files beside the labels
     inventory: Inventory
     recipe: Recipe
@@ -61,7 +67,9 @@ class Cohort:
     def read_labels(self, folder: str | Path) -> Table:
         """The table of slides; the public file is in ``folder``, in the cohort's own folder there, or given itself."""
         path = self.labels.find(folder)
-        table = self.reader(path, self.name, self.classes)
+        frame, notes = read_frame(path, sheet=self.sheet)
+        frame = self.rows(frame, path, self.name) if self.rows else frame
+        table = tidy_table(frame, self.columns, where=path, task=self.task, classes=self.classes or None, notes=notes)
         about = (Note("note", "table", self.note),) if self.note else ()
         return replace(table, notes=(*table.notes, *about, *self.labels.differences(path)))
 
@@ -110,18 +118,25 @@ def _gates(stored: Mapping[str, tuple[float, int]]) -> dict[str, Gate]:
     return {name: Gate(delta, hidden_dim) for name, (delta, hidden_dim) in stored.items()}
 
 
+def _function(name: str | None) -> Any:
+    return getattr(published, name) if name else None
+
+
 def _cohort(name: str, stored: dict[str, Any]) -> Cohort:
     """An entry of presets.yaml; what it leaves out is the task's own."""
     task = find_task(stored["task"])
-    counts = stored["inventory"]
-    rule = stored["rule"]
+    counts, columns = stored["inventory"], dict(stored["columns"])
+    if isinstance(columns.get("target"), list):
+        columns["target"] = tuple(columns["target"])
     return Cohort(
         name=name,
         task=stored["task"],
         classes=tuple(stored.get("classes", ())),
         labels=LabelFile(**stored["labels"]),
-        reader=getattr(published, stored["reader"]),
-        rule=getattr(published, rule) if rule else None,
+        columns=Columns(**columns),
+        sheet=stored.get("sheet"),
+        rows=_function(stored.get("rows")),
+        rule=_function(stored["rule"]),
         inventory=Inventory(**counts | {"by_class": tuple(counts.get("by_class", ()))}),
         recipe=replace(task.recipe, **stored.get("recipe", {})),
         metric=stored.get("metric", task.selects[0]),
@@ -135,9 +150,5 @@ def _cohort(name: str, stored: dict[str, Any]) -> Cohort:
     )
 
 
-def _cohorts() -> dict[str, Cohort]:
-    stored = yaml.load(files(__package__).joinpath("presets.yaml").read_text("utf-8"), _LOADER)
-    return {name: _cohort(name, entry) for name, entry in stored.items()}
-
-
-COHORTS: dict[str, Cohort] = _cohorts()
+_STORED = yaml.load(files(__package__).joinpath("presets.yaml").read_text("utf-8"), _LOADER)
+COHORTS: dict[str, Cohort] = {name: _cohort(name, stored) for name, stored in _STORED.items()}

@@ -12,7 +12,6 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -67,9 +66,8 @@ class BagCache:
             try:
                 _store(entry, bag, identity)
             except OSError as error:  # a full disk must not end a run that does not need it
-                what = (
-                    f"the cache {self.folder} cannot be written ({error.strerror}); the bag is prepared anew each time"
-                )
+                what = f"the cache {self.folder} cannot be written ({error.strerror})"
+                what += "; the bag is prepared anew each time"
                 note = Note("warning", "cache", what, cure="Free some space, or correct `cache`.")
                 return replace(bag, warnings=(*bag.warnings, note))
             found = _load(entry, path, identity, check=False) or bag
@@ -94,14 +92,12 @@ def identify(path: Path) -> str:
     with suppress(OSError):  # a missing file is reported by the reader
         if path.is_dir():
             files += sorted(path.rglob("*"))
-    return json.dumps(list(_stamps(files)))
-
-
-def _stamps(files: list[Path]) -> Iterator[tuple[str, int, int]]:
+    stamps = []
     for file in files:
         with suppress(OSError):
             info = file.stat()
-            yield str(file), info.st_size, info.st_mtime_ns
+            stamps.append((str(file), info.st_size, info.st_mtime_ns))
+    return json.dumps(stamps)
 
 
 def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
@@ -137,17 +133,10 @@ def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag
         if check and metadata["checksum"] != _checksum(tensors, metadata["facts"]):
             return None
         facts = json.loads(metadata["facts"])
-        graph = PatchGraph(
-            tensors["neighbours"],
-            tensors["offsets"],
-            tensors["homogeneity"],
-            window=facts.pop("window"),
-            lengths=(len(tensors["features"]),),
-        )
+        features, coords = tensors.pop("features"), tensors.pop("coords")
+        graph = PatchGraph(**tensors, window=facts.pop("window"), lengths=(len(features),))
         warnings = tuple(_warning(stored) for stored in facts.pop("warnings"))
-        return PreparedBag(
-            path=path, features=tensors["features"], coords=tensors["coords"], graph=graph, warnings=warnings, **facts
-        )
+        return PreparedBag(path=path, features=features, coords=coords, graph=graph, warnings=warnings, **facts)
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError, TypeError):
         return None  # RuntimeError: torch, when another process removed the file between opening and mapping
 

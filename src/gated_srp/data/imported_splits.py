@@ -10,7 +10,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -25,15 +24,9 @@ _WORDS = {
     **{"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"},
     **{"tune": "val", "test": "test", "testing": "test"},
 }
+# Pairs of id and part as the file has them, before the table says whether ids are slides or patients; whether val is the test.
+_Read = tuple[list[tuple[str, str]], bool]
 _TRUE = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-
-
-@dataclass(frozen=True)
-class _Raw:
-    """Pairs of id and part as the file has them, before the table says whether ids are slides or patients."""
-
-    pairs: list[tuple[str, str]]
-    val_is_test: bool = False
 
 
 def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 42) -> Split:
@@ -45,10 +38,9 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
     if not path.exists():
         cure = "Give a .csv, .tsv, .xlsx or .json file, or a folder of train/val/test.csv."
         raise UserError("no such split", where=path, cure=cure, kind="missing")
-    raw = _read_folder(path, fold) if path.is_dir() else _read_file(path, fold)
+    pairs, val_is_test = _read_folder(path, fold) if path.is_dir() else _read_file(path, fold)
     notes: list[Note] = []
-    pairs = raw.pairs
-    if raw.val_is_test:
+    if val_is_test:
         pairs = [(unit, "test" if part == "val" else part) for unit, part in pairs]
         notes.append(_noted("the file has train and val only, as SurvPath writes it: its val is read as test"))
     split = _in_table_ids(pairs, table, path, notes)
@@ -58,17 +50,14 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
     return split
 
 
-def _read_folder(path: Path, fold: int) -> _Raw:
+def _read_folder(path: Path, fold: int) -> _Read:
     found = {_WORDS[file.stem.lower()]: file for file in sorted(path.glob("*.csv")) if file.stem.lower() in _WORDS}
     if found:
         pairs = []
         for part, file in found.items():
             frame, _ = read_frame(file)
-            column = (
-                usual_columns(frame, USUAL["slide"]) or usual_columns(frame, USUAL["case"]) or [frame.columns[0]]
-            )[0]
-            pairs += [(unit, part) for unit in _slides_of(frame[column].dropna())]
-        return _Raw(pairs)
+            pairs += [(unit, part) for unit in _slides_of(frame[_units(frame)].dropna())]
+        return pairs, False
     inner = [*sorted(path.glob(f"splits_{fold}.csv")), *sorted(path.glob(f"*k={fold}"))]
     if not inner:
         what = f"no train.csv, splits_{fold}.csv or folder ending in k={fold} in it"
@@ -76,7 +65,7 @@ def _read_folder(path: Path, fold: int) -> _Raw:
     return _read_folder(inner[0], fold) if inner[0].is_dir() else _read_file(inner[0], fold)
 
 
-def _read_file(path: Path, fold: int) -> _Raw:
+def _read_file(path: Path, fold: int) -> _Read:
     if path.suffix.lower() == ".json":
         return _read_stamp(path, fold)
     frame, _ = read_frame(path)
@@ -88,22 +77,22 @@ def _read_file(path: Path, fold: int) -> _Raw:
     if column is None:
         what = f"no column train, fold_{fold} or split, so it names no parts"
         raise UserError(what, where=path, cure=listed(frame), kind="split")
-    units = (usual_columns(frame, USUAL["slide"]) or usual_columns(frame, USUAL["case"]) or [frame.columns[0]])[0]
+    units = _units(frame)
     rows = frame[[units, column]].dropna()
     unknown = sorted(set(rows[column].str.lower()) - set(_WORDS))
     if unknown:
         what = f"column {column!r} holds {', '.join(map(repr, unknown[:5]))}"
         raise UserError(what, where=path, cure="Expected train, val or test.", kind="split")
-    return _Raw(
-        [
-            (unit, _WORDS[part.lower()])
-            for cell, part in zip(rows[units], rows[column], strict=True)
-            for unit in _slides_of([cell])
-        ]
-    )
+    cells = zip(rows[units], rows[column].str.lower(), strict=True)
+    return [(unit, _WORDS[part]) for cell, part in cells for unit in _slides_of([cell])], False
 
 
-def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Raw:
+def _units(frame: pd.DataFrame) -> str:
+    """The column of slides, else of patients, else the first."""
+    return [*usual_columns(frame, USUAL["slide"]), *usual_columns(frame, USUAL["case"]), frame.columns[0]][0]
+
+
+def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Read:
     """Ids listed below each part, or a first column of ids and True/False below each part."""
     cells = {str(cell).lower() for column in parts for cell in frame[column].dropna()}
     if not cells <= set(_TRUE):
@@ -119,10 +108,10 @@ def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Raw:
             for unit, inside in zip(units, frame[column], strict=True)
             if isinstance(inside, str) and _TRUE[inside.lower()]
         ]
-    return _Raw(pairs, val_is_test="test" not in parts.values())
+    return pairs, "test" not in parts.values()
 
 
-def _read_stamp(path: Path, fold: int) -> _Raw:
+def _read_stamp(path: Path, fold: int) -> _Read:
     try:
         folds = json.loads(path.read_text(encoding="utf-8"))["splits"]
         chosen = {part: [str(unit) for unit in folds[fold][f"{part}_patients"]] for part in ("train", "test")}
@@ -130,7 +119,7 @@ def _read_stamp(path: Path, fold: int) -> _Raw:
         what = f"not a splits.json of STAMP with a fold {fold} ({type(error).__name__}: {error})"
         cure = 'Expected {"splits": [{"train_patients": [...], "test_patients": [...]}, ...]}.'
         raise UserError(what, where=path, cure=cure, kind="split") from None
-    return _Raw([(unit, part) for part, units in chosen.items() for unit in units])
+    return [(unit, part) for part, units in chosen.items() for unit in units], False
 
 
 def _slides_of(cells: Iterable[str]) -> list[str]:

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
@@ -74,22 +73,18 @@ class SlideDataset(Dataset[SlideBag]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> SlideBag:
-        return self._bag(index)
+        return self.varied(index, None)
 
-    def varied(self, index: int, variation: Variation) -> SlideBag:
+    def varied(self, index: int, variation: Variation | None) -> SlideBag:
         """As an epoch of training sees it: an image is augmented by a stream of its own, a slide stays as it is."""
-        if self.settings.images is None:
-            return self[index]
-        seed, epoch = variation
-        return self._bag(index, stream(seed, f"augment/{epoch}/{self.slides['slide'][index]}"))
-
-    def _bag(self, index: int, draws: torch.Generator | None = None) -> SlideBag:
-        file = self.files[index]
+        file, (slide, case), draws = self.files[index], self.slides.iloc[index], None
+        if variation is not None and self.settings.images is not None:
+            seed, epoch = variation
+            draws = stream(seed, f"augment/{epoch}/{slide}")
         try:
             bag = self.cache.read(file, self.settings) if self.cache else prepare(file, self.settings, draws)
-        except UserError as error:
-            raise self._named(index, error) from None
-        slide, case = self.slides.iloc[index]
+        except UserError as error:  # with the slide's name, which need not be in the file's
+            raise error.changed(where=f"{error.where or file} (slide {slide!r})") from None
         return SlideBag(
             **{field.name: getattr(bag, field.name) for field in fields(bag)},
             index=index,
@@ -97,10 +92,6 @@ class SlideDataset(Dataset[SlideBag]):
             case=case,
             target=None if self.targets is None else self.targets[index],
         )
-
-    def _named(self, index: int, error: UserError) -> UserError:
-        """The same error with the slide's name, which need not be in the file's."""
-        return error.changed(where=f"{error.where or self.files[index]} (slide {self.slides['slide'][index]!r})")
 
 
 class BagLoader:
@@ -135,9 +126,7 @@ class BagLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def epoch(self, order: Sequence[int], variation: Variation | None = None) -> Iterator[SlideBag]:
@@ -146,13 +135,11 @@ class BagLoader:
         for found in self._loader:
             if isinstance(found, UserError):
                 raise found
-            yield self._ready(found) if isinstance(found, int) else found
-
-    def _ready(self, index: int) -> SlideBag:
-        """The bag whose entry a worker has just checked."""
-        if self.dataset.cache is not None:
-            self.dataset.cache.sound.add(self.dataset.cache.entry(self.dataset.files[index], self.dataset.settings))
-        return self.dataset[index]
+            if isinstance(found, int) and self.dataset.cache is not None:  # a worker has just checked its entry
+                entry = self.dataset.cache.entry(self.dataset.files[found], self.dataset.settings)
+                self.dataset.cache.sound.add(entry)
+                found = self.dataset[found]
+            yield found
 
     def close(self) -> None:
         """End the workers."""
@@ -173,7 +160,7 @@ class _Work(Dataset[Any]):
         index, variation = asked
         cache = self.dataset.cache
         try:
-            bag = self.dataset[index] if variation is None else self.dataset.varied(index, variation)
+            bag = self.dataset.varied(index, variation)
             if self.hand_over and cache and cache.touch(self.dataset.files[index], self.dataset.settings):
                 return index
             return bag

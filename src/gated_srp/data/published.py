@@ -1,4 +1,4 @@
-"""The paper's cohorts as they were released: the public label files, how each is read, and the rule of its published splits."""
+"""The paper's cohorts as they were released: the public label files, which of their rows count, and the rules of the splits."""
 
 import hashlib
 import pickle
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.splits import Split, balanced_parts, case_groups, dealt_hold_out, hold_out, validation_part
-from gated_srp.data.spreadsheet import read_frame
-from gated_srp.data.table import Columns, Table, read_table, tidy_table
+from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError
 
 Array = npt.NDArray[Any]
@@ -46,63 +46,26 @@ class LabelFile:
         return (Note("warning", "table", what, cure=f"Where to get it: {self.source}."),)
 
 
-def camelyon16(path: Path, name: str, classes: tuple[str, ...]) -> Table:
-    """Columns slide_id, class_name."""
-    columns = Columns(slide="slide_id", case="slide_id", target="class_name")
-    return read_table(path, columns, task="classification", classes=classes)
-
-
-def camelyon17(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+def camelyon17(frame: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
     """Rows of slides are mixed with rows of patients; the patient is the first part of the slide's name."""
-    frame, notes = read_frame(path)
     _need(path, set(frame.columns), {"patient", "stage", "center"})
     frame = frame[frame["patient"].str.fullmatch(r"patient_\d+_node_\d+\.tif", na=False)]
     if frame.empty:
         what = "no row is named patient_NNN_node_M.tif"
         raise UserError(what, where=path, cure="Expected the challenge's stages.csv.")
-    frame = frame.assign(
-        slide=frame["patient"].map(slide_stem), case=frame["patient"].str.extract(r"(patient_\d+)_")[0]
-    )
-    columns = Columns(slide="slide", case="case", target="stage", site="center")
-    return tidy_table(frame, columns, where=path, task="classification", classes=classes, notes=notes)
+    slides = frame["patient"].map(slide_stem)
+    return frame.assign(slide=slides, case=frame["patient"].str.extract(r"(patient_\d+)_")[0])
 
 
-def kgh(path: Path, name: str, classes: tuple[str, ...]) -> Table:
-    """A table slide_id, label; normal slides, if listed, are left out."""
-    columns = Columns(slide="slide_id", case="slide_id", target="label")
-    return read_table(path, columns, task="classification", classes=classes)
-
-
-def panda(path: Path, name: str, classes: tuple[str, ...]) -> Table:
-    """The challenge's train.csv; the data provider is the site."""
-    columns = Columns(slide="image_id", case="image_id", target="isup_grade", site="data_provider")
-    return read_table(path, columns, task="classification", classes=classes)
-
-
-def bracs(path: Path, name: str, classes: tuple[str, ...]) -> Table:
-    """Sheet WSI_Information."""
-    columns = Columns(slide="WSI Filename", case="Patient Id", target="WSI label")
-    return read_table(path, columns, task="classification", classes=classes, sheet="WSI_Information")
-
-
-def tcga(path: Path, name: str, classes: tuple[str, ...]) -> Table:
+def tcga(frame: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
     """Overall survival of one cohort; slides are named without their ending."""
-    frame, notes = read_frame(path)
     _need(path, set(frame.columns), {"cohort", "endpoint", "case_barcode", "filename", "event", "time_days"})
     key = name.replace("-", "_")
     chosen = frame[(frame["cohort"] == key) & (frame["endpoint"] == "OS")]
     if chosen.empty:
         what = f"no row of cohort {key} with endpoint OS"
         raise UserError(what, where=path, cure="Expected the matched survival table.")
-    chosen = chosen.assign(slide=chosen["filename"].map(slide_stem, na_action="ignore"))
-    columns = Columns(slide="slide", case="case_barcode", time="time_days", event="event")
-    return tidy_table(chosen, columns, where=path, task="survival", notes=notes)
-
-
-def adp(path: Path, name: str, classes: tuple[str, ...]) -> Table:
-    """Patches with 0/1 columns; each patch counts as its own patient, as its release splits them."""
-    columns = Columns(slide="Patch Names", case="Patch Names", target=classes)
-    return read_table(path, columns, task="multilabel")
+    return chosen.assign(slide=chosen["filename"].map(slide_stem, na_action="ignore"))
 
 
 def _need(path: Path, found: set[str], wanted: set[str]) -> None:

@@ -6,17 +6,16 @@ Shapes: N patches, C channels.
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.data.bag import Bag, BagError, BagHeader
+from gated_srp.data.bag import Bag, BagHeader
 from gated_srp.data.files.containers import Container, opened
 from gated_srp.data.files.siblings import (
     Places,
-    Positions,
     canonical,
     encoder_of_folder,
     is_known,
@@ -28,18 +27,6 @@ from gated_srp.errors import Note
 
 _FEATURES = ("features", "feats", "patch_embeddings", "embeddings")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class _Found(NamedTuple):
-    """A feature file, its feature array excepted."""
-
-    path: Path
-    key: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    positions: Positions
-    places: Places
-    encoder: str | None
 
 
 def read_bag(
@@ -67,9 +54,8 @@ def read_bag(
         (torch.Size([5213, 1536]), 512.0, 'declared on coords (patch_size_level0), agrees with coordinates')
     """
     with opened(Path(path)) as file:
-        found = _collect(file, encoder=encoder, features_key=features_key, coords_key=coords_key)
-        features = file.read(found.key)
-    header = _header(found, encoder=encoder, stride=stride)
+        key, header = _describe(file, encoder, features_key, coords_key, stride)
+        features = file.read(key)
     features = features.reshape(header.shape).to(header.dtype)  # (N, C); a leading batch axis goes
     return Bag(features=features, **{field.name: getattr(header, field.name) for field in fields(header)})
 
@@ -84,47 +70,42 @@ def read_header(
 ) -> BagHeader:
     """As `read_bag`, without the feature array: positions and metadata of many files in little time."""
     with opened(Path(path)) as file:
-        found = _collect(file, encoder=encoder, features_key=features_key, coords_key=coords_key)
-    return _header(found, encoder=encoder, stride=stride)
+        return _describe(file, encoder, features_key, coords_key, stride)[1]
 
 
-def _collect(file: Container, *, encoder: str | None, features_key: str | None, coords_key: str | None) -> _Found:
-    """All that has to be read while the file is open; what can be refused is refused before the features are read."""
+def _describe(
+    file: Container, encoder: str | None, features_key: str | None, coords_key: str | None, stride: float | None
+) -> tuple[str, BagHeader]:
+    """The name of the feature array and the header; what can be refused is refused before the features are read."""
     names = file.names()
     key = _features_name(file, names, encoder, features_key)
     root, own = file.attrs(), file.attrs(key)
     shape, dtype = _feature_shape(file, key, text(root, "feat_type"))
     positions = read_positions(file, names, coords_key)
     if len(positions.values) != shape[0]:
-        raise _row_mismatch(file, shape, len(positions.values))
-    name = _encoder_name(key, own, root)
-    if encoder and name and canonical(encoder) != name and is_known(encoder) and is_known(name):
-        raise file.error("wrong_encoder", _other_encoder(name, encoder), _RIGHT_ENCODER)
+        if shape[0] == 1:
+            what = f"this is a slide embedding: one row of features for {len(positions.values)} positions"
+            cure = "Gated SRP needs one row per patch; point at the folder of patch features."
+            raise file.error("slide_embedding", what, cure)
+        cure = "They come from different extractions, or one was interrupted; extract the slide again."
+        what = f"{shape[0]} rows of features, but {len(positions.values)} positions"
+        raise file.error("row_mismatch", what, cure)
+    noted = _encoder_name(key, own, root)
+    if encoder and noted and canonical(encoder) != noted and is_known(encoder) and is_known(noted):
+        raise file.error("wrong_encoder", _other_encoder(noted, encoder), _RIGHT_ENCODER)
     places: Places = [positions.places[0], ("features", own), ("file root", root), *positions.places[1:]]
-    return _Found(file.path, key, shape, dtype, positions, places, name)
-
-
-def _header(found: _Found, *, encoder: str | None, stride: float | None) -> BagHeader:
-    positions = stamp_positions(found.positions, found.places) if found.key == "feats" else found.positions
-    lattice = lattice_of(positions, found.places, found.path, given=stride)
-    said = found.encoder or encoder_of_folder(found.path)
-    name = found.encoder or (canonical(encoder) if encoder else said)
-    return BagHeader(
-        path=found.path,
-        shape=found.shape,
-        dtype=torch.float32 if found.dtype == torch.float64 else found.dtype,
+    lattice = lattice_of(stamp_positions(positions, places) if key == "feats" else positions, places, file.path, stride)
+    warnings = lattice.pop("warnings")
+    said = noted or encoder_of_folder(file.path)
+    name = noted or (canonical(encoder) if encoder else said)
+    return key, BagHeader(
+        path=file.path,
+        shape=shape,
+        dtype=torch.float32 if dtype == torch.float64 else dtype,
         encoder=name,
-        coords=lattice.coords,
-        stride=lattice.stride,
-        stride_source=lattice.source,
-        unit=lattice.unit,
-        patch_size_level0=lattice.patch_size,
-        warnings=(
-            *lattice.warnings,
-            *_duplicates(lattice.coords),
-            *_encoder_notes(name, said, encoder, found.shape[1]),
-        ),
-        **_about_slide(found.places),
+        warnings=(*warnings, *_duplicates(lattice["coords"]), *_encoder_notes(name, said, encoder, shape[1])),
+        **lattice,
+        **_about_slide(places),
     )
 
 
@@ -146,8 +127,7 @@ def _features_name(file: Container, names: Sequence[str], encoder: str | None, f
     for name in (features_key,) if features_key else _FEATURES:
         if name in names:
             return name
-        inside = [n for n in names if n.startswith(f"{name}/")]
-        if inside:
+        if inside := [n for n in names if n.startswith(f"{name}/")]:
             return _of_encoder(file, inside, encoder)
     if features_key and file.has(features_key):
         return features_key
@@ -169,8 +149,7 @@ def _of_encoder(file: Container, inside: list[str], encoder: str | None) -> str:
         return names[encoder]
     same = [full for name, full in names.items() if canonical(name) == canonical(encoder)]
     if len(same) != 1:
-        count = len(same) or "no"
-        what = f"{count} features of {encoder!r} (found: {listed})"
+        what = f"{len(same) or 'no'} features of {encoder!r} (found: {listed})"
         raise file.error("wrong_encoder", what, "Choose one by its name.", found=tuple(names))
     return same[0]
 
@@ -191,19 +170,9 @@ def _feature_shape(file: Container, key: str, level: str | None) -> tuple[tuple[
         what = f"'{key}' has shape {shape}, expected (N, C) or (1, N, C)"
         raise file.error("wrong_rank", what, "Name the right array: features_key.")
     if dtype not in _FLOATS:
-        raise file.error(
-            "wrong_dtype", f"'{key}' holds {dtype}, expected floats", "Name the right array: features_key."
-        )
+        what = f"'{key}' holds {dtype}, expected floats"
+        raise file.error("wrong_dtype", what, "Name the right array: features_key.")
     return (rows[0], rows[1]), dtype
-
-
-def _row_mismatch(file: Container, shape: tuple[int, int], positions: int) -> BagError:
-    if shape[0] == 1:
-        what = f"this is a slide embedding: one row of features for {positions} positions"
-        cure = "Gated SRP needs one row per patch; point at the folder of patch features."
-        return file.error("slide_embedding", what, cure)
-    cure = "They come from different extractions, or one was interrupted; extract the slide again."
-    return file.error("row_mismatch", f"{shape[0]} rows of features, but {positions} positions", cure)
 
 
 def _duplicates(coords: Tensor) -> tuple[Note, ...]:

@@ -21,7 +21,7 @@ from gated_srp.srp.lattice import infer_stride
 _AGREE = 0.02  # relative difference of two strides that are one
 _WORSE = 0.75  # a stride that keeps less than this share of another's lattice does not fit the coordinates
 _ENOUGH = 16  # patches from which on coordinates alone may overrule a file
-_FOLDER = re.compile(r"(?P<mag>[\d.]+)x_(?P<ps>\d+)px_(?P<ov>\d+)px_overlap")
+_FOLDER = re.compile(r"(?P<target_magnification>[\d.]+)x_(?P<patch_size>\d+)px_(?P<overlap>\d+)px_overlap")
 _HISTORIC_PX, _HISTORIC_UM = 224, 256.0  # STAMP before it wrote attributes: pixels of which 224 are 256 microns
 
 Attrs = Mapping[str, Any]
@@ -40,16 +40,7 @@ class Stride(NamedTuple):
     warnings: tuple[Note, ...]
 
 
-class Lattice(NamedTuple):
-    coords: Tensor  # (N, 2)
-    stride: float
-    source: str
-    unit: Unit
-    patch_size: float | None
-    warnings: tuple[Note, ...]
-
-
-def number(attrs: Mapping[str, Any], *names: str) -> float | None:
+def number(attrs: Attrs, *names: str) -> float | None:
     """The first of these attributes that is a finite positive or zero number.
 
     >>> number({"mpp": "0.5"}, "level0_mpp", "mpp"), number({"mpp": -1}, "mpp")
@@ -67,28 +58,20 @@ def number(attrs: Mapping[str, Any], *names: str) -> float | None:
     return None
 
 
-def text(attrs: Mapping[str, Any], *names: str) -> str | None:
+def text(attrs: Attrs, *names: str) -> str | None:
     """The first of these attributes that is text."""
     return next((attrs[name] for name in names if isinstance(attrs.get(name), str)), None)
 
 
 def declared(places: Places, path: Path) -> Declared | None:
     """The stride that the first of these places declares, then the one in the folder's name (20x_256px_0px_overlap)."""
-    for place, attrs in places:
-        found = _from_attrs(place, attrs)
-        if found:
-            return found
+    if found := next(filter(None, (_from_attrs(place, attrs) for place, attrs in places)), None):
+        return found
     level0 = next((m for _, attrs in places if (m := number(attrs, "level0_magnification"))), None)
     for folder in reversed(path.parts[:-1]):
         named = _FOLDER.fullmatch(folder)
         if named and level0:
-            attrs = {
-                "patch_size": named["ps"],
-                "overlap": named["ov"],
-                "target_magnification": named["mag"],
-                "level0_magnification": level0,
-            }
-            return _from_attrs(f"folder name {folder}", attrs)
+            return _from_attrs(f"folder name {folder}", named.groupdict() | {"level0_magnification": level0})
     return None
 
 
@@ -112,10 +95,11 @@ def _from_attrs(place: str, attrs: Attrs) -> Declared | None:
     return Declared(side, f"{place} ({named})", "px", side)
 
 
-def lattice_of(found: Positions, places: Places, path: Path, *, given: float | None = None) -> Lattice:
-    """Positions as top-left corners in one unit, with their stride."""
+def lattice_of(found: Positions, places: Places, path: Path, given: float | None) -> dict[str, Any]:
+    """Positions as top-left corners in one unit, with their stride: fields of a `BagHeader`."""
     file = declared(places, path)
-    unit: Unit = "um" if found.microns or _in_microns(file, places) else "px"
+    said_microns = file.unit == "um" if file else any(text(attrs, "unit") == "um" for _, attrs in places)
+    unit: Unit = "um" if found.microns or said_microns else "px"
     coords = found.values.double() if unit == "um" else found.values  # (N, 2)
     stride, source, warnings = settle(coords, file, given, path)
     if found.centres:
@@ -123,11 +107,9 @@ def lattice_of(found: Positions, places: Places, path: Path, *, given: float | N
         coords, source = coords - int(stride // 2), f"{source}; tile centres moved to corners by half a stride"
     if coords.is_floating_point():
         coords, stride = on_lattice(coords, stride)
-    return Lattice(coords, stride, source, unit, found.side or (file.patch_size if file else None), warnings)
-
-
-def _in_microns(file: Declared | None, places: Places) -> bool:
-    return file.unit == "um" if file else any(text(attrs, "unit") == "um" for _, attrs in places)
+    side = found.side or (file.patch_size if file else None)
+    lattice = {"coords": coords, "stride": stride, "stride_source": source, "unit": unit, "patch_size_level0": side}
+    return lattice | {"warnings": warnings}
 
 
 def settle(coords: Tensor, file: Declared | None, given: float | None, path: Path) -> Stride:
@@ -143,15 +125,12 @@ def settle(coords: Tensor, file: Declared | None, given: float | None, path: Pat
     where = f"declared on {file.source}"
     if observed is None:
         return Stride(file.stride, f"{where}, not confirmed: no two patches share a row or a column", ())
-    close = abs(file.stride - observed) <= _AGREE * observed
-    if close:
-        # A small error adds up over a hundred columns: of two that agree, take the one that keeps the lattice.
-        better = file.stride != observed and _kept(coords, observed) > _kept(coords, file.stride)
-        value, name = (
-            (observed, f"observed, refines {where}") if better else (file.stride, f"{where}, agrees with coordinates")
-        )
-        return Stride(value, name, ())
-    return _disagreement(coords, file, observed)
+    if abs(file.stride - observed) > _AGREE * observed:
+        return _disagreement(coords, file, observed)
+    # A small error adds up over a hundred columns: of two that agree, take the one that keeps the lattice.
+    if file.stride != observed and _kept(coords, observed) > _kept(coords, file.stride):
+        return Stride(observed, f"observed, refines {where}", ())
+    return Stride(file.stride, f"{where}, agrees with coordinates", ())
 
 
 def _given(given: float, observed: float | None) -> Stride:
@@ -214,9 +193,8 @@ def stamp_positions(found: Positions, places: Places) -> Positions:
         historic = round(infer_stride(found.values)) == _HISTORIC_PX
     except UserError:
         return found
-    return (
-        found._replace(values=found.values.double() * _HISTORIC_UM / _HISTORIC_PX, microns=True) if historic else found
-    )
+    microns = found.values.double() * _HISTORIC_UM / _HISTORIC_PX
+    return found._replace(values=microns, microns=True) if historic else found
 
 
 def on_lattice(coords: Tensor, stride: float) -> tuple[Tensor, float]:
