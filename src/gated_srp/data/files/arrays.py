@@ -5,8 +5,6 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -60,46 +58,39 @@ class TorchFile(Container):
         zipped = zipfile.is_zipfile(self.path)
         size = os.path.getsize(self.path)
         if zipped:
-            self._check_entries(size)
+            with zipfile.ZipFile(self.path) as entries:
+                claimed = max((entry.file_size for entry in entries.infolist()), default=0)
         else:
-            self._check_legacy(size)
+            claimed = self._legacy_claim()
+        if claimed > size:
+            raise self._oversized("data", claimed, size)
         try:
             with _LOADING, torch.serialization.safe_globals(_ALLOWED):
                 # Mapped, not read: a storage cannot claim more than the file holds, and a header costs no reading.
                 return torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
         except pickle.UnpicklingError as error:
             refused = str(error).split("WeightsUnpickler error:")[-1].split("Please use")[0].strip().splitlines()
-            raise self.error(
-                "unsafe_pickle",
-                f"holds more than tensors and arrays ({refused[0] if refused else 'unknown'}); it was not loaded, "
-                "since that would run its code",
-                "Save the features alone: torch.save(tensor, path), or write HDF5.",
-            ) from None
+            said = refused[0] if refused else "unknown"
+            what = f"holds more than tensors and arrays ({said}); it was not loaded, since that would run its code"
+            cure = "Save the features alone: torch.save(tensor, path), or write HDF5."
+            raise self.error("unsafe_pickle", what, cure) from None
         except Exception as error:  # a damaged pickle fails in any way
             what = f"cut short or damaged ({type(error).__name__})"
             raise self.error("truncated", what, "Copy it again, or extract the slide again.") from error
 
-    def _check_entries(self, size: int) -> None:
-        with zipfile.ZipFile(self.path) as entries:
-            claimed = max((entry.file_size for entry in entries.infolist()), default=0)
-        if claimed > size:
-            raise self._oversized("data", claimed, size)
-
-    def _check_legacy(self, size: int) -> None:
-        """The old format allocates what its pickle claims, so no number in it may exceed the file's size."""
+    def _legacy_claim(self) -> int:
+        """The largest number in it: the old format allocates what its pickle claims."""
         with self.path.open("rb") as stream:
             head = stream.read(len(_LEGACY))
             if head.startswith(b"PK"):
-                raise self.error(
-                    "truncated", "cut short: the end of the archive is missing", "Copy or extract it again."
-                )
+                what = "cut short: the end of the archive is missing"
+                raise self.error("truncated", what, "Copy or extract it again.")
             if head != _LEGACY:
                 cure = "Download or extract it again, or correct its ending."
                 raise self.error("not_torch", "not a file written by torch.save", cure)
             for _ in range(3):  # protocol version, system information, the object
                 largest = max((arg for _, arg, _ in pickletools.genops(stream) if isinstance(arg, int)), default=0)
-        if largest > size:
-            raise self._oversized("data", largest, size)
+        return largest
 
     def names(self) -> list[str]:
         return [name for name, value in self._values.items() if isinstance(value, Tensor | np.ndarray) and value.ndim]
@@ -140,7 +131,14 @@ class NumpyFile(Container):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._zip = zipfile.ZipFile(path) if path.suffix.lower() == ".npz" else None
+        try:
+            self._zip = zipfile.ZipFile(path) if path.suffix.lower() == ".npz" else None
+        except zipfile.BadZipFile:
+            with path.open("rb") as stream:
+                if stream.read(2) == b"PK":
+                    raise
+            cure = "Download or extract it again, or correct its ending."
+            raise self.error("not_zip", "not an npz file", cure) from None
 
     def close(self) -> None:
         if self._zip:
@@ -149,10 +147,8 @@ class NumpyFile(Container):
     def names(self) -> list[str]:
         return [n.removesuffix(".npy") for n in self._zip.namelist()] if self._zip else ["features"]
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[IO[bytes]]:
-        with self._zip.open(f"{name}.npy") if self._zip else self.path.open("rb") as stream:
-            yield stream
+    def _open(self, name: str) -> IO[bytes]:
+        return self._zip.open(f"{name}.npy") if self._zip else self.path.open("rb")
 
     def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         with self._open(name) as stream:
@@ -207,9 +203,8 @@ class SafetensorsFile(Container):
 
     def spec(self, name: str) -> Spec:
         part = self._tensors.get_slice(name)
-        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}.get(
-            part.get_dtype()
-        )
+        floats = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+        dtype = floats.get(part.get_dtype())
         if dtype is None and part.get_dtype()[0] not in "IU":
             what = f"'{name}' holds {part.get_dtype()}, expected numbers (F16, BF16, F32, F64)"
             raise self.error("wrong_dtype", what, "Name the right key.")
@@ -231,9 +226,8 @@ class ZarrFolder(Container):
         try:
             zarr = import_module("zarr")
         except ModuleNotFoundError:
-            raise self.error(
-                "needs_package", "reading zarr needs the package zarr", "Install it with: pip install zarr"
-            ) from None
+            what = "reading zarr needs the package zarr"
+            raise self.error("needs_package", what, "Install it with: pip install zarr") from None
         self._group = zarr.open_group(str(path), mode="r")
 
     def names(self) -> list[str]:

@@ -146,7 +146,8 @@ def opened(path: Path) -> Iterator[Container]:
     """The file as named arrays, for the length of a ``with``; whatever goes wrong inside leaves as a `BagError`."""
     _check_path(path)
     try:
-        with closing(_container(path)) as file:
+        module, name = CONTAINERS[path.suffix.lower()]
+        with closing(getattr(import_module(f"{__package__}.{module}"), name)(path)) as file:
             yield file
     except (UserError, ImportError, AttributeError, NameError, AssertionError):
         raise  # said already, or a bug of ours
@@ -155,12 +156,6 @@ def opened(path: Path) -> Iterator[Container]:
         raise BagError("does not fit into memory", where=path, cure=cure, kind="oversized") from None
     except Exception as error:  # damage shows as anything: a parser's, an unpickler's, a C library's error
         raise _classified(path, error) from error
-
-
-def _container(path: Path) -> Container:
-    module, name = CONTAINERS[path.suffix.lower()]
-    file: Container = getattr(import_module(f"{__package__}.{module}"), name)(path)
-    return file
 
 
 def _check_path(path: Path) -> None:
@@ -196,19 +191,8 @@ def _classified(path: Path, error: Exception) -> BagError:
     if "unable to lock" in said:  # HDF5 has no exception of its own for this
         cure = "Wait until its writer has ended; on a network drive set HDF5_USE_FILE_LOCKING=FALSE."
         return BagError(f"locked ({said})", where=path, cure=cure, kind="locked")
-    if path.suffix.lower() == ".npz" and not _starts_with(path, b"PK"):
-        cure = "Download or extract it again, or correct its ending."
-        return BagError("not an npz file", where=path, cure=cure, kind="not_zip")
     cure = "Copy or download it again, or extract the slide again."
     return BagError(f"cut short or damaged ({said})", where=path, cure=cure, kind="truncated")
-
-
-def _starts_with(path: Path, magic: bytes) -> bool:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(len(magic)) == magic
-    except OSError:
-        return False
 
 
 # HDF5 of TRIDENT, AtlasPatch, CLAM and STAMP: opened inside the call, never leading to another file ------------------
@@ -224,9 +208,9 @@ class Hdf5File(Container):
             head = stream.read(2048)
         # The signature is at byte 0, or behind a user block of 512, 1024 ... bytes.
         if not any(head[at : at + 8] == b"\x89HDF\r\n\x1a\n" for at in (0, 512, 1024)):
-            pointer = head.startswith(b"version https://git-lfs")
-            again = "Download or extract it again, or correct its ending."
-            cure = "It is a Git LFS pointer: run git lfs pull." if pointer else again
+            cure = "Download or extract it again, or correct its ending."
+            if head.startswith(b"version https://git-lfs"):
+                cure = "It is a Git LFS pointer: run git lfs pull."
             raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}", cure)
         self._file = h5py.File(path, "r", locking="best-effort")
 
@@ -272,7 +256,11 @@ class Hdf5File(Container):
         out = torch.empty(spec.shape, dtype=spec.dtype)
         if out.numel():
             data, values = self._dataset(name), out.numpy()  # HDF5 converts byte order and integer width on the way
-            for part in _parts(data):
+            step = (
+                -(-_ROWS // data.chunks[0]) * data.chunks[0] if data.chunks else len(data)
+            )  # whole chunks, each read once
+            for start in range(0, len(data), step):
+                part = np.s_[start : start + step]
                 data.read_direct(values, part, part)
         return out
 
@@ -314,11 +302,3 @@ class Hdf5File(Container):
             f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed",
             "Copy the data into one file (h5repack, or extract the slide again).",
         )
-
-
-def _parts(data: h5py.Dataset) -> list[Any]:
-    """Selections that make up an array, of whole chunks: each chunk is read once."""
-    if not data.chunks:
-        return [np.s_[...]]
-    step = -(-_ROWS // data.chunks[0]) * data.chunks[0]
-    return [np.s_[start : start + step] for start in range(0, len(data), step)]

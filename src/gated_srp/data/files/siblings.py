@@ -38,24 +38,21 @@ class Positions(NamedTuple):
 
 def position_files(path: Path) -> Iterator[Path]:
     """Existing files that may hold the positions of this bag's patches, the likeliest first."""
-    stem = path.stem
-    yield from _existing(path.with_name(f"{stem}.index.npz"), path.with_name(f"{stem}_patches.h5"))
+    return filter(Path.is_file, _position_places(path))
+
+
+def _position_places(path: Path) -> Iterator[Path]:
+    stem, up = path.stem, path.parent.parent
+    yield from (path.with_name(f"{stem}.index.npz"), path.with_name(f"{stem}_patches.h5"))
     if path.suffix.lower() != ".h5":
-        yield from _existing(path.with_suffix(".h5"))
-    up = path.parent.parent
+        yield path.with_suffix(".h5")
     if pair := _PAIRS.get(path.parent.name):
-        yield from _existing(up / pair / f"{stem}.h5")
+        yield up / pair / f"{stem}.h5"
     for level in (path.parent, up, up.parent):
         for folder in _POSITION_FOLDERS:
             here = level / folder
             if here != path.parent:
-                yield from _existing(
-                    *(here / name for name in (f"{stem}_patches.h5", f"{stem}.h5", f"{stem}.npy", f"{stem}.npz"))
-                )
-
-
-def _existing(*paths: Path) -> Iterator[Path]:
-    return (path for path in paths if path.is_file())
+                yield from (here / f"{stem}{end}" for end in ("_patches.h5", ".h5", ".npy", ".npz"))
 
 
 def read_positions(file: Container, names: Sequence[str], coords_key: str | None) -> Positions:
@@ -71,9 +68,8 @@ def read_positions(file: Container, names: Sequence[str], coords_key: str | None
             with opened(beside) as other:
                 found = _beside(other)
         except BagError as error:
-            raise file.error(
-                error.kind, f"its positions cannot be read: {error.where}: {error.what}", error.cure
-            ) from error
+            what = f"its positions cannot be read: {error.where}: {error.what}"
+            raise file.error(error.kind, what, error.cure) from error
         if found:
             return found
     stem = file.path.stem
@@ -133,12 +129,8 @@ def find_bags(folder: str | Path, *, encoder: str | None = None) -> list[Path]:
     if not folder.is_dir():
         cure = f"Expected a folder of feature files ({', '.join(CONTAINERS)})."
         raise UserError("no such folder", where=folder, cure=cure, kind="missing")
-    wanted = canonical(encoder) if encoder else None
-    return sorted(
-        path
-        for path in _walk(folder)
-        if _is_bag(path) and (wanted is None or encoder_of_folder(path) in (None, wanted))
-    )
+    bags = filter(_is_bag, _walk(folder))
+    return sorted(path for path in bags if not encoder or encoder_of_folder(path) in (None, canonical(encoder)))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -162,19 +154,15 @@ def _is_bag(path: Path) -> bool:
         return False
     if home in _PAIRS and (path.parent.parent / _PAIRS[home] / f"{path.stem}.h5").is_file():
         return False  # the same features with their positions
-    if not path.exists():  # a dangling link; one that loops is kept, so that it is reported
-        return path.is_symlink() and _loops(path)
+    try:
+        path.stat()
+    except FileNotFoundError:  # a dangling link
+        return False
+    except OSError:  # a link that loops is kept, so that it is reported
+        return path.is_symlink()
     # AtlasPatch keeps features in patches/, CLAM keeps positions there: only the content shows which.
     doubtful = home in _POSITION_FOLDERS or path.stem.endswith("_patches")
     return not doubtful or ending == ".zarr" or not _positions_alone(path)
-
-
-def _loops(path: Path) -> bool:
-    try:
-        os.stat(path)
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)
-    return False
 
 
 def _positions_alone(path: Path) -> bool:
@@ -246,13 +234,8 @@ def encoder_of_folder(path: Path) -> str | None:
         # A name that the table lacks is believed in TRIDENT's tree alone: feats_h5 or features_2024 name no encoder.
         if is_known(name) or (named and above.endswith("px_overlap")):
             return canonical(name)
-    return _encoder_of_slideflow(path.parent / "bags_config.json")
-
-
-def _encoder_of_slideflow(config: Path) -> str | None:
-    """From the class of the extractor, such as ``...CTransPathFeatures``."""
-    try:
-        extractor = json.loads(config.read_text("utf-8"))["extractor"]["class"]
+    try:  # slideflow names the class of the extractor, such as ``...CTransPathFeatures``
+        extractor = json.loads((path.parent / "bags_config.json").read_text("utf-8"))["extractor"]["class"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     name = str(extractor).rsplit(".", 1)[-1].removesuffix("Features")
