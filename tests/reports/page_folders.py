@@ -42,10 +42,16 @@ def compared(home: Path, *, name: str = "toy") -> Path:
 
 def check() -> dict[str, object]:
     summary = {
-        "files": {"usable": 13, "looked_at": 13},
-        "slides": {"slides": 13, "patients": 13, "found": 13},
+        "files": {"usable": 13, "looked_at": 13, "broken": {}, "bytes": 2_000_000, "deep": False},
+        "slides": {"slides": 13, "patients": 13, "found": 13, "missing": 0, "unclear": 0, "broken": 0},
+        "encoders": {"uni_v2": 13},
+        "widths": {"1536": 13},
+        "dtypes": {"float32": 13},
         "patches": {"min": 10.0, "median": 20.0, "max": 30.0, "total": 260},
-        "labels": {"notes": [f"label: {HOSTILE}"]},
+        "strides": [{"stride": "256 px", "source": "patch_size_level0", "files": 13}],
+        "neighbours": {"most": 24, "mean": {"min": 3.0, "median": 4.5, "max": 6.0}, "alone": 0.01},
+        "cap": {"cap": None, "files": 0, "before": None, "after": None},
+        "labels": {"task": "classification", "notes": [f"label: {HOSTILE}"], "classes": {"a": 7, "b": 6}},
     }
     finding = {"severity": "warning", "kind": "odd", "what": HOSTILE, "where": [], "cure": "Look."}
     return {"name": "toy", "must_fix": False, "summary": summary, "findings": [finding]}

@@ -5,8 +5,14 @@ import pytest
 from sklearn.metrics import roc_curve
 from study.study_cells import cells, finish
 
-from gated_srp.reports.curves import macro_curve, precision_recall, roc
-from gated_srp.reports.figures import draw_signed_gate, draw_trajectories, read_gates
+from gated_srp.reports.figures import (
+    draw_signed_gate,
+    draw_trajectories,
+    macro_curve,
+    precision_recall,
+    read_gates,
+    roc,
+)
 from gated_srp.reports.tables import write_comparison
 from gated_srp.study.comparison import collect, compare_cells
 
@@ -63,7 +69,7 @@ def test_kaplan_meier_splits_the_test_cases_at_the_training_median(tmp_path):
 
     from gated_srp.models import build_model
     from gated_srp.models.store import save_model
-    from gated_srp.reports.curves import draw_kaplan_meier
+    from gated_srp.reports.figures import draw_kaplan_meier
 
     cell = cells(tmp_path, ("na",), (42,), task="survival", metric="c_index", score="case")[0]
     finish(cell, c_index=0.8)

@@ -88,7 +88,7 @@ def test_the_users_words_stay_words(page, read):
 def test_every_part_of_the_folder_is_on_the_page(page):
     for wanted in ("Forest plot, toy, F1", "Gates over the epochs", "ROC and precision-recall", "Calibration on test"):
         assert wanted in page
-    assert "Heatmap: beta, layer 2, slide s00" in page and "13 of 13 usable" in page
+    assert "Heatmap: beta, layer 2, slide s00" in page and "13 usable, 0 broken; 2.0 MB" in page
     assert "gated-srp compare cohort.yaml --arms gated_srp,na,xsa --seeds 42,43,44" in page
     assert page.count("Research use only") == 2
 

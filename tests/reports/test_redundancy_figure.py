@@ -166,7 +166,7 @@ def test_a_smooth_photograph_is_more_redundant_than_noise_and_broken_ones_are_le
     found = {one.slide: float(one.neighbours.mean() - one.random.mean()) for one in measured}
     assert set(found) == {"halves.png", "noise.png"}
     assert found["halves.png"] > 0.5 > abs(found["noise.png"])
-    assert [reason.split(":")[0].rsplit("/", 1)[1] for reason in left_out] == ["small.png", "text.jpg"]
+    assert [note.where[0].rsplit("/", 1)[1] for note in left_out] == ["small.png", "text.jpg"]
 
 
 def test_a_folder_without_photographs_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from study.study_cells import cells, finish
 from study.test_reproduction import FOLDER
 
 from gated_srp.errors import UserError
-from gated_srp.reports.curves import precision_recall
+from gated_srp.reports.figures import precision_recall
 from gated_srp.reports.page.contents import read_contents
 from gated_srp.reports.tables import reproduction_grid, tone_colour, write_comparison
 from gated_srp.study.comparison import collect, compare_cells

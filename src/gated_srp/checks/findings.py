@@ -1,9 +1,11 @@
-"""What is wrong with a cohort, where, and what to do: facts of files, table, matches and splits in, `Note`s out."""
+"""What is wrong with a cohort, where, and what to do: facts of files, table, matches and splits in, `Note`s out; facts in words."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
@@ -12,9 +14,12 @@ from gated_srp.data.matching import Matches
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Level, Note, UserError
+from gated_srp.progress import spoken
+from gated_srp.tasks import find_task
 
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
+_STRIDES = 5  # that are listed
 _NONE = 0.1  # neighbours per patch below which there is nothing to correct at all
 
 
@@ -167,3 +172,100 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
     cure = "Use more slides, other seeds or fewer folds, or bring a split of your own with `split`."
     for (level, what), names in lacking.items():
         yield Note(level, "split", what, tuple(names), cure)
+
+
+# Facts in words ------------------------------------------------------------------------------------------------------
+
+
+def facts_in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and text of each fact of `Check.facts`, for a screen or a page; also of those read from check.json."""
+    files, slides = summary["files"], summary.get("slides")
+    if slides:
+        yield (
+            "slides",
+            f"{slides['slides']:,} of {slides['patients']:,} patients in the table; "
+            + _words({k: slides[k] for k in ("found", "missing", "unclear", "broken")}),
+        )
+    kinds = f" ({_words(files['broken'])})" if files["broken"] else ""
+    broken = files["looked_at"] - files["usable"]
+    yield "files", f"{files['usable']:,} usable, {broken:,} broken{kinds}; {_size(files['bytes'])}"
+    if not files["usable"]:
+        return
+    yield "encoder", f"{_tally(summary['encoders'])}; width {_tally(summary['widths'])}; {_tally(summary['dtypes'])}"
+    patches = summary["patches"]
+    yield (
+        "patches",
+        f"{patches['min']:,.0f} to {patches['max']:,.0f} per slide, median {patches['median']:,.0f}; "
+        f"{patches['total']:,} in all",
+    )
+    for place, one in enumerate(summary["strides"][:_STRIDES]):
+        yield "" if place else "stride", f"{one['stride']}: {one['source']} ({one['files']:,} files)"
+    if len(summary["strides"]) > _STRIDES:
+        yield "", f"... and {len(summary['strides']) - _STRIDES} more"
+    yield from _neighbours(summary["neighbours"], summary["cap"])
+    if "labels" in summary:
+        yield from _labels(summary["labels"])
+    if summary.get("split"):
+        yield "split", _split(summary["split"])
+    if "cost" in summary:
+        yield from _cost(summary["cost"])
+
+
+def _neighbours(neighbours: dict[str, Any], cap: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    mean = neighbours["mean"]
+    yield (
+        "neighbours",
+        f"{mean['median']:.1f} of {neighbours['most']} per patch (median of slides; {mean['min']:.1f} to "
+        f"{mean['max']:.1f}); {100 * neighbours['alone']:.1f} % of patches have none",
+    )
+    if cap["files"]:
+        yield (
+            "after the cap",
+            f"{cap['files']:,} slides have more than {cap['cap']:,} patches; on them "
+            f"{cap['before']:.1f} -> {cap['after']:.1f} neighbours per patch",
+        )
+    elif cap["cap"]:
+        yield "after the cap", f"unchanged: no slide has more than {cap['cap']:,} patches"
+
+
+def _labels(labels: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for note in labels["notes"]:
+        yield "labels", note  # how the table was read; with the balance of classes
+    with suppress(UserError):  # a task of a package that is not installed here
+        yield from find_task(labels["task"]).tally_lines(labels)
+
+
+def _split(splits: dict[str, Any]) -> str:
+    name, first = next(iter(splits.items()))
+    others = f", like {len(splits) - 1} other splits" if len(splits) > 1 else ""
+    return f"{_words(first['slides'])} slides ({name}{others}); no patient is in two parts"
+
+
+def _cost(cost: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    machine = cost["machine"]
+    yield (
+        "one run",
+        f"roughly {spoken(cost['run_seconds'])} ({cost['epochs']} epochs) and {_size(cost['run_bytes'])} of memory",
+    )
+    yield (
+        "comparison",
+        f"{cost['runs']} runs one after another: roughly {spoken(cost['comparison_seconds'])}; from the number of "
+        f"patches and {machine['rate'] / 1e9:,.0f} billion operations per second, measured on {machine['name']}",
+    )
+
+
+def _words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count) or "none"
+
+
+def _tally(counts: dict[str, int]) -> str:
+    return (
+        next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} ({count:,})" for name, count in counts.items())
+    )
+
+
+def _size(count: float) -> str:
+    for unit, power in (("GB", 1e9), ("MB", 1e6)):
+        if count >= power:
+            return f"{count / power:.1f} {unit}"
+    return f"{count / 1e3:.0f} kB"

@@ -1,4 +1,4 @@
-"""Figures of studies, drawn from run folders alone: what the gates did, and how arms differ seed by seed.
+"""Figures of studies, drawn from run folders alone: what the gates did, how arms differ seed by seed, what was predicted.
 
 Colours are Okabe and Ito's, which readers of every colour vision can tell apart; markers, line styles or words repeat them.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
+from numpy.typing import NDArray
 
 from gated_srp.files import whole
 from gated_srp.models import METHOD, arm_title
 from gated_srp.reports.tables import metric_name, short, tone_colour
 from gated_srp.study.cells import Cell
 from gated_srp.study.results import Comparison
+from gated_srp.tasks import find_task
+from gated_srp.tasks.survival_metrics import FollowUp, risk_groups
 from gated_srp.training.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -28,6 +32,11 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_GRID = np.linspace(0, 1, 101)
+_BINS = 10
+_ENOUGH = 5  # least slides in a bin of the reliability diagram
+_GROUPS = {"high": (COLOURS[4], "--", "high predicted risk"), "low": (COLOURS[0], "-", "low predicted risk")}
+Floats = NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunFolder]]  # by cohort, or by row of a table: one run per seed
 _REGIMES = {
     "share_anti": ("adds (β ≤ −0.5)", "#D55E00", "xx"),
@@ -37,18 +46,19 @@ _REGIMES = {
 }
 
 
-def save(figure: Figure, stem: Path, mark: str = "") -> list[Path]:
+def save(figure: Figure, stem: Path, *, title: str = "", mark: str = "") -> list[Path]:
     """``stem``.svg and ``stem``.png, each written whole; the same numbers give the same file. ``mark`` is printed at the foot."""
     from matplotlib import rc_context
 
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     if mark:
         figure.supxlabel(mark, fontsize=7, color="#B3261E", x=0.01, ha="left")
-    paths = [stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")]
-    for path in paths:
-        ending = path.suffix[1:]
+    paths = {ending: stem.with_name(f"{stem.name}.{ending}") for ending in ("svg", "png")}
+    for ending, path in paths.items():
         with whole(path) as draft, rc_context({"svg.hashsalt": "gated-srp", "svg.fonttype": "none"}):
             figure.savefig(draft, format=ending, dpi=150, metadata={"Date": None} if ending == "svg" else None)
-    return paths
+    return list(paths.values())
 
 
 def panels(count: int, *, width: float = 3.4, height: float = 3.0, most: int = 4) -> tuple[Figure, list[Axes]]:
@@ -64,11 +74,14 @@ def panels(count: int, *, width: float = 3.4, height: float = 3.0, most: int = 4
     return figure, axes[:count]
 
 
-def tidy(axes: Axes, *, x: str, y: str, title: str = "") -> None:
-    """Labels and a faint grid; no frame."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+def tidy(axes: Axes, *, x: str, y: str, title: str = "", whole_numbers: bool = False) -> None:
+    """Labels and a faint grid; no frame. ``whole_numbers``: those of x have no fractions."""
+    axes.set(xlabel=x, ylabel=y)
     axes.set_title(title, fontsize=10)
+    if whole_numbers:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
 
@@ -80,8 +93,6 @@ def draw_comparison(
     folder: Path, cells: Sequence[Cell], results: pd.DataFrame, comparison: Comparison, *, mark: str = ""
 ) -> list[Path]:
     """Every figure for which these runs have the files."""
-    from gated_srp.reports.curves import draw_curves
-
     done = [cell for cell in cells if cell.run.finished]
     written = draw_pairs(results, comparison, folder / "paired", mark=mark)
     by_row: dict[str, dict[str, list[RunFolder]]] = {}
@@ -113,8 +124,6 @@ def read_gates(runs: Runs) -> dict[str, pd.DataFrame]:
 
 def draw_trajectories(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[Path]:
     """Mean beta of each gated layer by epoch: mean over seeds, band of one standard deviation; one panel per cohort."""
-    from matplotlib.ticker import MaxNLocator
-
     found = read_gates(runs)
     if not found:
         return []
@@ -130,12 +139,11 @@ def draw_trajectories(runs: Runs, stem: Path, *, title: str, mark: str = "") -> 
         for level in (0.0, 1.0):
             axis.axhline(level, color="#888888", linewidth=0.8, linestyle=":")
         seeds = gates["run"].nunique()
-        tidy(axis, x="epoch", y="effective β", title=f"{short(cohort)} ({seeds} seed{'s' if seeds > 1 else ''})")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        heading = f"{short(cohort)} ({seeds} seed{'s' if seeds > 1 else ''})"
+        tidy(axis, x="epoch", y="effective β", title=heading, whole_numbers=True)
     handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda found: len(found[1]))
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(f"{title}: gate trajectories, mean ± 1 std over seeds", x=0.01, ha="left", fontsize=11)
-    return save(figure, stem, mark)
+    return save(figure, stem, title=f"{title}: gate trajectories, mean ± 1 std over seeds", mark=mark)
 
 
 def draw_regimes(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[Path]:
@@ -151,9 +159,8 @@ def draw_regimes(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[
         bottom = np.zeros(len(shares))
         for column, (label, colour, hatch) in _REGIMES.items():
             share = shares[column].to_numpy()
-            axis.bar(
-                names, share, bottom=bottom, color=colour, hatch=hatch, edgecolor="#555555", linewidth=0.5, label=label
-            )
+            style: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "#555555", "linewidth": 0.5}
+            axis.bar(names, share, bottom=bottom, label=label, **style)
             bottom += share
         about = last.groupby("layer")[["mean", "mean_over_delta", "share_negative"]].mean()
         for place, (mean, relative, negative) in enumerate(about.to_numpy()):
@@ -164,14 +171,11 @@ def draw_regimes(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[
         axis.grid(visible=False, axis="x")
         axis.set_axisbelow(True)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    figure.suptitle(f"{title}: what the gates do", x=0.01, ha="left", fontsize=11)
-    return save(figure, stem, mark)
+    return save(figure, stem, title=f"{title}: what the gates do", mark=mark)
 
 
 def draw_history(run: RunFolder, stem: Path, *, title: str) -> list[Path]:
     """Loss and every other metric of history.csv by epoch, one panel per metric; nothing where there is no history."""
-    from matplotlib.ticker import MaxNLocator
-
     history = run.history
     metrics = list(dict.fromkeys(history["metric"]))[:8]
     if not metrics:
@@ -180,11 +184,9 @@ def draw_history(run: RunFolder, stem: Path, *, title: str) -> list[Path]:
     for axis, metric in zip(axes, metrics, strict=True):
         for place, (split, part) in enumerate(history[history["metric"] == metric].groupby("split", sort=False)):
             axis.plot(part["epoch"], part["value"], color=COLOURS[place], linestyle=STYLES[place], label=str(split))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        tidy(axis, x="epoch", y=str(metric))
+        tidy(axis, x="epoch", y=str(metric), whole_numbers=True)
         axis.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return save(figure, stem)
+    return save(figure, stem, title=title)
 
 
 def draw_signed_gate(stem: Path, *, delta: float = 2.0) -> list[Path]:
@@ -230,7 +232,7 @@ def draw_pairs(results: pd.DataFrame, comparison: Comparison, stem: Path, *, mar
         name = f"{short(cohort)}, {metric_name(metric)}"
         _draw_dots(axes[2 * place], part.pivot(index="seed", columns="arm", values="value").reindex(columns=arms), name)
         _draw_forest(axes[2 * place + 1], comparison, cohort, metric)
-    return save(figure, stem, mark)
+    return save(figure, stem, mark=mark)
 
 
 def _draw_dots(axis: Axes, wide: pd.DataFrame, name: str) -> None:
@@ -261,3 +263,126 @@ def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -
     axis.set_ylim(-0.6, len(cells) - 0.4)
     title = f"difference to {arm_title(comparison.reference)}\n(95 % over seeds; dashed: over patients)"
     tidy(axis, x=f"difference in {metric_name(metric)}", y="", title=title)
+
+
+# Predictions ---------------------------------------------------------------------------------------------------------
+
+
+def draw_curves(folder: Path, cohort: str, rows: Runs, *, mark: str = "") -> list[Path]:
+    """The figures that a cohort's task has: survival curves, or ROC, precision-recall and reliability."""
+    settings = next(iter(rows.values()))[0].settings
+    draw = {"kaplan_meier": draw_kaplan_meier, "roc": draw_roc, "reliability": draw_reliability}
+    written: list[Path] = []
+    for figure in find_task(settings["task"]).figures:
+        written += draw[figure](rows, folder / f"{figure}_{cohort}", cohort=cohort, mark=mark)
+    return written
+
+
+def _predictions(run: RunFolder) -> pd.DataFrame:
+    """Of the test set, at the level that scores."""
+    return run.predictions("test", run.settings["score"])
+
+
+def draw_kaplan_meier(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """Test cases above and below the training cases' median risk; thin lines are seeds, p is the median of their log-rank tests."""
+    figure, axes = panels(len(rows))
+    for axis, (row, runs) in zip(axes, rows.items(), strict=True):
+        p_values = [p for run in runs if not math.isnan(p := _draw_groups(axis, run))]
+        test = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
+        test += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
+        tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{test}")
+        axis.set_ylim(0, 1.02)
+    for colour, style, label in _GROUPS.values():
+        axes[0].plot([], [], color=colour, linestyle=style, label=label)
+    axes[0].legend(frameon=False, fontsize=8)
+    title = f"{short(cohort)}: Kaplan-Meier of test cases by predicted risk, one thin line per seed"
+    return save(figure, stem, title=title, mark=mark)
+
+
+def _draw_groups(axis: Axes, run: RunFolder) -> float:
+    """Both curves of one run; the log-rank p, not a number where there is no test."""
+    table = _predictions(run)
+    cases = FollowUp.of(table["time"], table["event"])
+    found = risk_groups(table["risk"].to_numpy(np.float64), cases, run.card["median_risk"])
+    for name, curve in found.curves.groupby("group"):
+        colour, style, _ = _GROUPS[str(name)]
+        line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "alpha": 0.6}
+        axis.step(curve["time"], curve["survival"], where="post", **line)
+    return found.p_value
+
+
+def draw_roc(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """One-vs-rest curves, mean over classes and seeds, band of one standard deviation over seeds."""
+    figure, (left, right) = panels(2, width=4.2, height=3.8)
+    for place, (row, runs) in enumerate(rows.items()):
+        tables = [_predictions(run) for run in runs]
+        for axis, curve in ((left, roc), (right, precision_recall)):
+            found = np.array([macro_curve(table, curve) for table in tables])  # (seeds, grid)
+            _draw_band(axis, found, place, arm_title(row))
+    left.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle=":")
+    tidy(left, x="false positive rate", y="true positive rate", title="ROC")
+    tidy(right, x="recall", y="precision", title="precision-recall")
+    for axis in (left, right):
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    count = len(next(iter(rows.values())))
+    title = f"{short(cohort)}: test slides, mean over classes and {count} seed{'s' if count > 1 else ''} (± 1 std)"
+    return save(figure, stem, title=title, mark=mark)
+
+
+def _draw_band(axis: Axes, curves: Floats, place: int, label: str) -> None:
+    mean = curves.mean(0)
+    colour, style = COLOURS[place % len(COLOURS)], STYLES[place % len(STYLES)]
+    axis.plot(_GRID, mean, color=colour, linestyle=style, label=label, linewidth=1.6)
+    if len(curves) > 1:
+        spread = curves.std(0, ddof=1)
+        axis.fill_between(_GRID, mean - spread, np.minimum(mean + spread, 1), color=colour, alpha=0.12, linewidth=0)
+
+
+def macro_curve(table: pd.DataFrame, curve: Callable[[Floats, NDArray[np.bool_]], Floats]) -> Floats:
+    """Mean over the classes that have both a positive and a negative, on a common grid."""
+    found = []
+    for column in [name for name in table if str(name).startswith("prob_")]:
+        name = str(column).removeprefix("prob_")
+        positive = (table["label"] == name if "label" in table else table[name].astype(float) > 0).to_numpy(bool)
+        if positive.any() and not positive.all():
+            found.append(curve(table[column].to_numpy(np.float64), positive))
+    return np.asarray(np.mean(found, axis=0)) if found else np.full_like(_GRID, np.nan)
+
+
+def roc(score: Floats, positive: NDArray[np.bool_]) -> Floats:
+    """True positive rate on the grid of false positive rates; tied scores make a slope, not a step."""
+    from torchmetrics.functional.classification import binary_roc
+
+    false, true, _ = binary_roc(torch.from_numpy(score), torch.from_numpy(positive).long())
+    return np.asarray(np.interp(_GRID, false.double().numpy(), true.double().numpy()))
+
+
+def precision_recall(score: Floats, positive: NDArray[np.bool_]) -> Floats:
+    """Precision at the first threshold that reaches each recall of the grid; at recall 0 that of the first positive."""
+    from torchmetrics.functional.classification import binary_precision_recall_curve
+
+    found = binary_precision_recall_curve(torch.from_numpy(score), torch.from_numpy(positive).long())
+    precision, recall = (curve.double().numpy()[-2::-1] for curve in found[:2])  # from the highest threshold
+    reached = np.searchsorted(recall, np.maximum(_GRID, recall[recall > 0][0]) - 1e-6, side="left")  # single precision
+    return np.asarray(precision[np.minimum(reached, len(recall) - 1)])
+
+
+def draw_reliability(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """Accuracy of the predicted class by its confidence, test slides of all seeds together; bars say how many slides that is."""
+    figure, axes = panels(len(rows))
+    for place, (axis, (row, runs)) in enumerate(zip(axes, rows.items(), strict=True)):
+        table = pd.concat([_predictions(run) for run in runs], ignore_index=True)
+        probability = table[[name for name in table if str(name).startswith("prob_")]].to_numpy(np.float64)
+        confidence, right = probability.max(1), (table["predicted"] == table["label"]).to_numpy(bool)
+        number = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+        kept = [b for b in range(_BINS) if (number == b).sum() >= _ENOUGH]
+        axis.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle=":")
+        means = [(confidence[number == b].mean(), right[number == b].mean()) for b in kept]
+        axis.plot(*zip(*means, strict=True) if means else ([], []), marker="o", color=COLOURS[place % len(COLOURS)])
+        shares = np.bincount(number, minlength=_BINS) / len(number)
+        axis.bar((np.arange(_BINS) + 0.5) / _BINS, shares, 0.09, color="#DDDDDD")
+        tidy(axis, x="confidence", y="accuracy (bars: share of slides)", title=arm_title(row))
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    title = f"{short(cohort)}: reliability on test slides (bins of at least {_ENOUGH})"
+    return save(figure, stem, title=title, mark=mark)

@@ -5,15 +5,15 @@ Shapes: N patches, M of them with neighbours, E neighbour entries, S side of a p
 L rows (CLS first, square padding last), H heads, D head width, C channels.
 """
 
-import csv
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -23,8 +23,8 @@ from gated_srp.config.load import load_config
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, prepare
-from gated_srp.errors import UserError
-from gated_srp.files import whole
+from gated_srp.errors import Note, UserError
+from gated_srp.files import write_whole
 from gated_srp.models import load_model
 from gated_srp.models.attention import merge_heads
 from gated_srp.models.slide import SlideTransformer
@@ -40,6 +40,7 @@ from gated_srp.srp.projection import unit as unit_rows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+T = TypeVar("T")
 POOLED = "all slides"
 PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _NEAR, _FAR = (COLOURS[0], COLOURS[2]), (COLOURS[1], COLOURS[3])
@@ -90,9 +91,8 @@ def measure(slide: str, rows: Tensor, graph: PatchGraph, *, what: str = "feature
 
 def pooled(slides: Sequence[Redundancy], *, name: str = POOLED) -> list[Redundancy]:
     """All patches together, once for each kind of rows, in the order these appear."""
-    kinds = dict.fromkeys(one.rows for one in slides)
     found = []
-    for kind in kinds:
+    for kind in dict.fromkeys(one.rows for one in slides):
         same = [one for one in slides if one.rows == kind]
         near, far = (torch.cat([getattr(one, which) for one in same]) for which in ("neighbours", "random"))
         found.append(Redundancy(name, kind, near, far))
@@ -101,14 +101,13 @@ def pooled(slides: Sequence[Redundancy], *, name: str = POOLED) -> list[Redundan
 
 def write_table(measured: Iterable[Redundancy], path: Path) -> None:
     """One row for each slide, kind of rows and kind of partners: number of patches, mean and quantiles of the cosine."""
-    with whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["slide", "rows", "partners", "patches", "mean", *_QUANTILES])
-        for one in measured:
-            for partners in ("neighbours", "random"):
-                cosines = getattr(one, partners)
-                numbers = [f"{number:.6f}" for number in (cosines.mean(), *quantiles(cosines).values())]
-                writer.writerow([one.slide, one.rows, partners, len(cosines), *numbers])
+    rows = []
+    for one in measured:
+        for partners in ("neighbours", "random"):
+            cosines = getattr(one, partners)
+            numbers = {"patches": len(cosines), "mean": float(cosines.mean()), **quantiles(cosines)}
+            rows.append({"slide": one.slide, "rows": one.rows, "partners": partners, **numbers})
+    write_whole(path, pd.DataFrame(rows).to_csv(index=False, lineterminator="\n", float_format="%.6f"))
 
 
 def quantiles(cosines: Tensor) -> dict[str, float]:
@@ -128,7 +127,7 @@ class Measured:
     what: str
     unit: str
     slides: list[Redundancy]
-    left_out: list[str]
+    left_out: list[Note]
 
     @property
     def pooled(self) -> list[Redundancy]:
@@ -176,28 +175,26 @@ def measure_cohort(
         progress: called after each slide.
     """
     name, files, settings = _files(Path(cohort))
-    files = [files[i] for i in _evenly(len(files), at_most)]
+    files = _evenly(files, at_most)
     model = None if run is None else load_model(Path(run) / "model.safetensors" if Path(run).is_dir() else Path(run))
     if model is not None and not isinstance(model, SlideTransformer):
         raise UserError(
             f"a {type(model).__name__} has no attention layers whose tokens could be measured", where=str(run)
         )
-    measured: list[Redundancy] = []
-    left_out = []
-    for number, (slide, path) in enumerate(files, 1):
-        try:
-            bag = prepare(path, settings)
-            if not bag.graph.neighbour_count.any():
-                raise UserError("no patch has a neighbour", where=path)
-        except UserError as error:
-            left_out.append(str(error))
-            continue
-        finally:
-            progress(Event("slides", number, len(files)))
+    if model is not None:
+        _refuse_layer(model, layer)
+
+    def measure_slide(named: tuple[str, Path]) -> list[Redundancy]:
+        slide, path = named
+        bag = prepare(path, settings)
+        if not bag.graph.neighbour_count.any():
+            raise UserError("no patch has a neighbour", where=path)
         kinds = {"features": bag.features}
         if model is not None:
             kinds = attention_tokens(model, bag.features, bag.graph, layer)
-        measured += [measure(slide, rows, bag.graph, what=what, seed=seed) for what, rows in kinds.items()]
+        return [measure(slide, rows, bag.graph, what=what, seed=seed) for what, rows in kinds.items()]
+
+    measured, left_out = _measure_each(files, measure_slide, "slides", progress)
     if not measured:
         first = f"The first: {left_out[0]} " if left_out else ""
         cure = f"{first}`gated-srp check` says what is wrong with each."
@@ -217,18 +214,31 @@ def measure_folder(
     progress: Progress = silent,
 ) -> Measured:
     """As `measure_cohort`, for ordinary photographs: their patches (side ``size``, else the encoder's) encoded as tiles of slides are."""
-    files = find_photographs(Path(folder))
-    files = [files[i] for i in _evenly(len(files), at_most)]
+    files = _evenly(find_photographs(Path(folder)), at_most)
     spec = find_encoder(encoder)
     model = spec.load(None if weights is None else Path(weights)).to(best_device())
     measured, left_out = measure_photographs(files, model, size=size or spec.tile, seed=seed, progress=progress)
     return Measured(Path(folder).resolve().name, f"patch features of {encoder}", "photograph", measured, left_out)
 
 
-def _evenly(count: int, at_most: int | None) -> list[int]:
-    """Numbers of those that are taken of ``count``."""
-    taken = count if at_most is None else min(at_most, count)
-    return [i * count // taken for i in range(taken)]
+def _evenly(found: Sequence[T], at_most: int | None) -> list[T]:
+    """At most so many of them, evenly chosen."""
+    taken = len(found) if at_most is None else min(at_most, len(found))
+    return [found[i * len(found) // taken] for i in range(taken)]
+
+
+def _measure_each(
+    items: Sequence[T], measure_one: Callable[[T], list[Redundancy]], stage: str, progress: Progress
+) -> tuple[list[Redundancy], list[Note]]:
+    """The redundancy of each, and why some were left out."""
+    measured, left_out = list[Redundancy](), []
+    for number, item in enumerate(items, 1):
+        try:
+            measured += measure_one(item)
+        except UserError as error:
+            left_out.append(Note.of(error))
+        progress(Event(stage, number, len(items)))
+    return measured, left_out
 
 
 def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], Preparation]:
@@ -246,19 +256,15 @@ def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], Preparation]:
 
 
 def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str, unit: str = "slide") -> list[Path]:
-    """Distribution over all patches (left) and slide by slide (right), to ``stem``.svg and ``stem``.png.
-
-    ``unit``: what to call a slide, where these are none.
-    """
+    """Distribution over all patches (left) and slide by slide (right); ``unit``: what to call a slide, where these are none."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
     _draw_pooled(left, slides, unit)
     _draw_slides(right, slides, unit)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    return save(figure, stem)
+    return save(figure, stem, title=title)
 
 
 def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
@@ -286,8 +292,6 @@ def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
 
 def _draw_slides(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
     """Each slide's median with its quartiles, slides ordered by the median of the first kind of rows."""
-    from matplotlib.ticker import MaxNLocator
-
     kinds = list(dict.fromkeys(one.rows for one in slides))
     first = {one.slide: float(one.neighbours.median()) for one in slides if one.rows == kinds[0]}
     rank = {slide: place for place, slide in enumerate(sorted(first, key=lambda slide: (first[slide], slide)), 1)}
@@ -300,9 +304,8 @@ def _draw_slides(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
             low, middle, high = ([spread[name] for spread in spreads] for name in ("q25", "median", "q75"))
             axes.vlines(ranks, low, high, colors=colour, alpha=0.45, linewidth=1)
             axes.plot(ranks, middle, marker=marker, color=colour, markersize=size, linestyle="none")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     title = f"{unit.capitalize()} by {unit} (median and quartiles)"
-    tidy(axes, x=f"{unit}s, ordered by their median", y="cosine", title=title)
+    tidy(axes, x=f"{unit}s, ordered by their median", y="cosine", title=title, whole_numbers=True)
 
 
 # Tokens after attention -----------------------------------------------------------------------------------------------
@@ -314,14 +317,7 @@ def attention_tokens(model: SlideTransformer, features: Tensor, graph: PatchGrap
     That is W_o of the merged heads: the row that enters the residual sum. Where the layer has a correction it is returned
     twice, for the heads before the correction (y) and after it (z); the run itself uses the corrected one.
     """
-    depth = len(model.blocks)
-    if not 1 <= layer < depth:
-        raise UserError(
-            f"this model has {depth} attention layers, of which 1 to {depth - 1} give every patch a token (the last one computes "
-            "CLS alone)",
-            where=f"layer {layer}",
-            cure="Choose one of those.",
-        )
+    _refuse_layer(model, layer)
     block: Any = model.blocks[layer - 1]
     seen: dict[str, Tensor] = {}
 
@@ -343,6 +339,14 @@ def attention_tokens(model: SlideTransformer, features: Tensor, graph: PatchGrap
     finally:
         handle.remove()
     return seen
+
+
+def _refuse_layer(model: SlideTransformer, layer: int) -> None:
+    depth = len(model.blocks)
+    if not 1 <= layer < depth:
+        what = f"this model has {depth} attention layers, of which 1 to {depth - 1} give every patch a token "
+        what += "(the last one computes CLS alone)"
+        raise UserError(what, where=f"layer {layer}", cure="Choose one of those.")
 
 
 # Photographs, cut and encoded as slides are: what the paper compares slides with --------------------------------------
@@ -377,21 +381,18 @@ def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def measure_photographs(
     paths: Sequence[Path], encoder: PatchEncoder, *, size: int, seed: int = 0, progress: Progress = silent
-) -> tuple[list[Redundancy], list[str]]:
+) -> tuple[list[Redundancy], list[Note]]:
     """The redundancy of each photograph's patch features, and why some were left out."""
-    measured, left_out = [], []
     folder = Path(os.path.commonpath([path.parent for path in paths]))  # below it, names are unique
-    for number, path in enumerate(paths, 1):
-        try:
-            tiles, corners = cut_photograph(path, size)
-        except UserError as error:
-            left_out.append(str(error))
-        else:
-            parts = [encode(encoder, tiles[i : i + _BATCH]) for i in range(0, len(tiles), _BATCH)]
-            features = torch.from_numpy(np.concatenate(parts))  # (N, D)
-            graph = PatchGraph.from_coords(torch.from_numpy(corners), stride=size)
-            measured.append(measure(path.relative_to(folder).as_posix(), features, graph, seed=seed))
-        progress(Event("photographs", number, len(paths)))
+
+    def measure_photograph(path: Path) -> list[Redundancy]:
+        tiles, corners = cut_photograph(path, size)
+        parts = [encode(encoder, tiles[i : i + _BATCH]) for i in range(0, len(tiles), _BATCH)]
+        features = torch.from_numpy(np.concatenate(parts))  # (N, D)
+        graph = PatchGraph.from_coords(torch.from_numpy(corners), stride=size)
+        return [measure(path.relative_to(folder).as_posix(), features, graph, seed=seed)]
+
+    measured, left_out = _measure_each(paths, measure_photograph, "photographs", progress)
     if not measured:
         raise UserError(f"no photograph can be measured. The first: {left_out[0]}")
     return measured, left_out

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gated_srp import __version__
+from gated_srp.checks.findings import facts_in_words
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title
 from gated_srp.reports.page import tables
@@ -126,7 +127,7 @@ def _context(contents: Contents) -> dict[str, Any]:
         "runs": tables.run_metrics(contents.runs),
         "figures_": [*_drawn(contents.drawings, "d"), *_run_figures(alone)],
         "slides": list(tables.slides(contents.runs)),
-        "checks": [(check, list(tables.check_facts(check))) for check in contents.checks],
+        "checks": [(check, list(facts_in_words(check["summary"]))) for check in contents.checks],
         "hashes": tables.hashes(contents.runs),
         "configs": [(name, read_text(path)) for name, path in reversed(configs.items())],
         "environment": newest.environment if newest else {},
@@ -220,8 +221,7 @@ def _drawn(paths: Sequence[Path], prefix: str) -> Iterator[Figure]:
 
 def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
     """Of runs that belong to no comparison, drawn now."""
-    from gated_srp.reports.curves import draw_curves
-    from gated_srp.reports.figures import draw_history, draw_regimes, draw_trajectories
+    from gated_srp.reports.figures import draw_curves, draw_history, draw_regimes, draw_trajectories
 
     found: list[Figure] = []
     for place, run in enumerate(runs):

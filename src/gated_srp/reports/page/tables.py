@@ -1,10 +1,10 @@
-"""Tables of a page as plain values: metrics, differences between arms, numbers beside the published ones, slides, data, hashes."""
+"""Tables of a page as plain values: metrics, differences between arms, numbers beside the published ones, slides, hashes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -253,7 +253,7 @@ def _value(text: str) -> Any:
     return int(text) if text.lstrip("-").isdigit() else value if math.isfinite(value) else None
 
 
-# Slides and data ------------------------------------------------------------------------------------------------------
+# Slides ---------------------------------------------------------------------------------------------------------------
 
 
 def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
@@ -291,25 +291,3 @@ def _mean(values: Sequence[float] | None) -> Cell:
     middle = mean(values)
     seeds = f" ({len(values)} seeds)" if len(values) > 1 else ""
     return cell(middle, f"{middle:.3f}{seeds}" if math.isfinite(middle) else f"–{seeds}")
-
-
-def check_facts(check: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """The main numbers of `gated-srp check`, in words."""
-    summary = check["summary"]
-    files, found, labels = summary.get("files") or {}, summary.get("slides") or {}, summary.get("labels") or {}
-    patches, near = summary.get("patches") or {}, summary.get("neighbours") or {}
-    if found:
-        yield "Slides", f"{found.get('slides')} of {found.get('patients')} patients, {found.get('found')} with a file"
-    yield "Files", f"{files.get('usable')} of {files.get('looked_at')} usable"
-    for key, name in (("encoders", "Encoder"), ("widths", "Width"), ("dtypes", "Type")):
-        if summary.get(key):
-            yield name, ", ".join(map(str, summary[key]))
-    if patches.get("median") is not None:
-        each = f"{patches['min']:,.0f} to {patches['max']:,.0f} per slide, median {patches['median']:,.0f}"
-        yield "Patches", f"{each}; {patches['total']:,} in all"
-    if (near.get("mean") or {}).get("median") is not None:
-        yield "Neighbours", f"{near['mean']['median']:.1f} of {near['most']} per patch (median of slides)"
-    yield from (("Labels", str(note)) for note in labels.get("notes", ()) if note)
-    for name, one in (summary.get("split") or {}).items():
-        if one.get("slides"):
-            yield f"Split, {name}", ", ".join(f"{count} {part}" for part, count in one["slides"].items())
