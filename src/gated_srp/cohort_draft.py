@@ -9,6 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,6 @@ class Draft:
         return [note for note in self.notes if note.level == "warning"]
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         return f"<p><b>{escape(str(self.path))}</b></p><pre>{escape(self.text)}</pre>"
 
     def saw(self, what: str) -> None:
@@ -154,22 +153,21 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
     draft.put("features", _path(folder, home), f"{len(files)} feature files")
     draft.saw(f"{folder}: {len(files)} feature files")
     if len(names) > 1:
-        draft.offer("encoder", [(name, f"{said[name]} files" if said[name] else "") for name in names], _ENCODERS)
+        question = "features of several encoders were found; a model is trained on those of one."
+        draft.offer("encoder", [(name, f"{said[name]} files" if said[name] else "") for name in names], question)
     elif names:
         draft.put("encoder", names[0])
         draft.saw(f"encoder {names[0]}")
     else:
-        draft.say(_NO_ENCODER)
+        draft.say("No file says which encoder made it; name it if you know, so that features of two are never mixed.")
         draft.say("encoder: uni_v2")
     for (stride, unit, source), _ in Counter((h.stride, h.unit, h.stride_source) for h in headers).most_common(3):
         draft.say(f"stride {stride:g} {unit}: {source}")
     draft.say("stride: 512      # only where what the files say is wrong")
-    others = [one for one in broken if one.kind != "several_encoders"]
-    if others:
-        draft.say(
-            f"{len(others)} of {len(headers) + len(broken)} files looked at cannot be used; `gated-srp check` names all."
-        )
-        draft.saw(f"{len(others)} of {len(headers) + len(broken)} files looked at cannot be used: {others[0]}")
+    if others := [one for one in broken if one.kind != "several_encoders"]:
+        unusable = f"{len(others)} of {len(headers) + len(broken)} files looked at cannot be used"
+        draft.say(f"{unusable}; `gated-srp check` names all.")
+        draft.saw(f"{unusable}: {others[0]}")
 
 
 def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:
@@ -184,23 +182,18 @@ def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:
     return headers, broken
 
 
-_ENCODERS = "features of several encoders were found; a model is trained on those of one."
-_NO_ENCODER = "No file says which encoder made it; name it if you know, so that features of two are never mixed."
-
-
 def _put_defaults(draft: Draft, kind: type[Task], slides: int) -> None:
     draft.say("What follows are the defaults; remove a # to change one.")
-    for line in (
-        "arms: [na, xsa, diff, gated_srp]",
-        "seeds: [42, 43, 44, 45, 46]      # each draws its own split by patient",
-        "folds: 5                         # cross-validation instead of one split per seed",
-        f"metric: {kind.selects[0]}                # selects the epoch",
-        "window: 3                        # 8 neighbours; 5 gives 24",
-        "cap: 20000                       # at most so many patches of a slide, if memory is short",
-        "train: {epochs: 15}",
-        "out: runs",
-    ):
-        draft.lines.append(f"# {line}")
+    draft.lines += [
+        "# arms: [na, xsa, diff, gated_srp]",
+        "# seeds: [42, 43, 44, 45, 46]      # each draws its own split by patient",
+        "# folds: 5                         # cross-validation instead of one split per seed",
+        f"# metric: {kind.selects[0]}                # selects the epoch",
+        "# window: 3                        # 8 neighbours; 5 gives 24",
+        "# cap: 20000                       # at most so many patches of a slide, if memory is short",
+        "# train: {epochs: 15}",
+        "# out: runs",
+    ]
     if 0 < slides < 20:
         draft.saw(f"only {slides} slides have a file: enough to try things, not to show anything")
 
@@ -234,29 +227,27 @@ def _put_slides(draft: Draft, frame: pd.DataFrame, files: Sequence[Path]) -> tup
         draft.put("slide", usual[0], "WARNING: none of its values names a feature file")
         draft.ask(f"slide: no value of {usual[0]!r} names a feature file; look at both spellings.")
     cases = [name for name in usual_columns(frame, USUAL["case"]) if name != named]
-    if cases and len({_grouping(frame[name]) for name in cases}) > 1:
-        draft.offer("case", [(name, f"{frame[name].nunique()} patients") for name in cases], _CASES)
+    if len({tuple(pd.factorize(frame[name])[0]) for name in cases}) > 1:  # which rows they put together
+        question = "several columns could be the patient, and they group the slides differently."
+        draft.offer("case", [(name, f"{frame[name].nunique()} patients") for name in cases], question)
     elif cases:
         draft.put("case", cases[0], f"{frame[cases[0]].nunique()} patients; a patient is never in two parts of a split")
         if named is None and not usual:
             draft.say("No column of slides: a patient's slides are the files whose names start with the patient's id.")
     elif named is not None:
-        draft.say(
-            "No patient column was found: patients are taken from TCGA barcodes, else every slide counts as its own."
-        )
+        draft.say(_NO_CASE)
         draft.say(
             "case: patient_id      # name it if patients have several slides, or they leak between train and test"
         )
     else:
         others = [(name, _examples(frame[name])) for name in frame.columns]
         draft.offer("slide", others, "no column names slides or patients in the usual way, and none names the files.")
-    site = usual_columns(frame, USUAL["site"])
-    if site:
+    if site := usual_columns(frame, USUAL["site"]):
         draft.put("site", site[0], f"{frame[site[0]].nunique()} sites")
     return named, found
 
 
-_CASES = "several columns could be the patient, and they group the slides differently."
+_NO_CASE = "No patient column was found: patients are taken from TCGA barcodes, else every slide counts as its own."
 
 
 def _slide_column(frame: pd.DataFrame, files: Sequence[Path]) -> tuple[str | None, int]:
@@ -267,11 +258,6 @@ def _slide_column(frame: pd.DataFrame, files: Sequence[Path]) -> tuple[str | Non
     counts = {name: len(match_slides(list(frame[name].dropna().unique()), files).found) for name in order}
     best = max(order, key=lambda name: counts[name], default=None)
     return (best, counts[best]) if best is not None and counts[best] else (None, 0)
-
-
-def _grouping(column: pd.Series[Any]) -> tuple[int, ...]:
-    """Which rows a column puts together, whatever it calls them."""
-    return tuple(int(code) for code in pd.factorize(column)[0])
 
 
 def _put_task(draft: Draft, frame: pd.DataFrame, table: Path) -> str | None:
@@ -336,9 +322,8 @@ def _examples(column: pd.Series[Any]) -> str:
 
 def _setting(key: str, value: Any, why: str = "") -> str:
     """``key: value      # why``, on one line."""
-    text = (
-        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf).removesuffix("...\n").strip()
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
+    text = text.removesuffix("...\n").strip()
     if "\n" in text:  # a name with a line break: only double quotes hold it on one line
         text = yaml.safe_dump(value, default_style='"', width=math.inf).strip()
     comment = " ".join(why.split())

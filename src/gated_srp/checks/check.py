@@ -69,7 +69,11 @@ class Check:
             "name": self.name,
             "must_fix": not self.ok,
             "summary": self.facts,
-            "findings": [_note_json(note) for note in self.notes],
+            # With the names that check.json has had since version 0.1.
+            "findings": [
+                {"severity": note.level, "kind": note.kind, "what": note.what, "where": note.where, "cure": note.cure}
+                for note in self.notes
+            ],
             "files": [_file_json(file) for file in self.files],
         }
 
@@ -79,19 +83,12 @@ class Check:
         return f"<p><b>check of {escape(self.name)}</b>: {verdict}</p>{notes}"
 
 
-def _note_json(note: Note) -> dict[str, Any]:
-    """With the names that check.json has had since version 0.1."""
-    return {"severity": note.level, "kind": note.kind, "what": note.what, "where": note.where, "cure": note.cure}
-
-
 def _file_json(file: FileFacts) -> dict[str, Any]:
     problem, plain = file.problem, asdict(file)
     del plain["problem"]
     plain |= {"path": str(file.path), "warnings": [f"{note.kind}: {note}" for note in file.warnings]}
-    return plain | {
-        "kind": problem and problem.kind,
-        "message": joined(problem.what, cure=problem.cure) if problem else "",
-    }
+    message = joined(problem.what, cure=problem.cure) if problem else ""
+    return plain | {"kind": problem and problem.kind, "message": message}
 
 
 def check(
@@ -142,10 +139,8 @@ def _check_cohort(
         files = list(data.matches.found.values())
     except UserError as error:
         trouble.append(found_by.of_error(error, "cohort"))
-    settings = preparation(config)
-    facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
-    trouble += _of_facts(facts, settings)
-    summary = _about_files(facts, settings, deep=deep)
+    facts, summary, found = _look(files, preparation(config), deep=deep, progress=progress)
+    trouble += found
     if data is not None:
         splits, errors = _splits(data, seeds)
         broken = [file.path for file in facts if not file.usable]
@@ -164,19 +159,22 @@ def _check_cohort(
 
 def _check_folder(folder: Path, *, deep: bool, progress: Progress) -> Check:
     """The feature files of a folder alone: no table, no splits."""
-    files, settings = find_bags(folder), Preparation()
+    files = find_bags(folder)
     if not files:
         cure = "Point at the folder of an extraction, or at a cohort.yaml."
         raise UserError("no feature file in it", where=folder, cure=cure, kind="missing")
+    facts, summary, found = _look(files, Preparation(), deep=deep, progress=progress)
+    return Check(folder.name, summary, _sorted(found), tuple(facts))
+
+
+def _look(
+    files: Sequence[Path], settings: Preparation, *, deep: bool, progress: Progress
+) -> tuple[list[FileFacts], dict[str, Any], list[Note]]:
+    """The facts of each file, their summary, and what is wrong with them."""
     facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
-    summary = _about_files(facts, settings, deep=deep)
-    return Check(folder.name, summary, _sorted(_of_facts(facts, settings)), tuple(facts))
-
-
-def _of_facts(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Note]:
-    yield from found_by.of_files(facts)
-    yield from found_by.of_encoders(facts)
-    yield from found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
+    thin = found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
+    trouble = [*found_by.of_files(facts), *found_by.of_encoders(facts), *thin]
+    return facts, _about_files(facts, settings, deep=deep), trouble
 
 
 def _sorted(notes: Iterable[Note]) -> tuple[Note, ...]:
@@ -228,10 +226,8 @@ def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: boo
         "encoders": dict(Counter(file.encoder or ("none, pixels" if settings.images else "not said") for file in good)),
         "widths": dict(Counter(str(file.width) for file in good)),
         "dtypes": dict(Counter(file.dtype for file in good)),
-        "patches": {"total": sum(file.patches for file in good)} | _spread([file.patches for file in good]),
-        "strides": [
-            {"stride": stride, "source": source, "files": count} for (stride, source), count in strides.most_common()
-        ],
+        "patches": {"total": sum(weights)} | _spread(weights),
+        "strides": [{"stride": name, "source": of, "files": count} for (name, of), count in strides.most_common()],
         "neighbours": {
             "most": settings.window**2 - 1,
             "mean": _spread([one.mean for one in whole]),
@@ -272,9 +268,8 @@ def _about_labels(table: Table) -> dict[str, Any]:
 def _about_splits(data: CohortData, splits: dict[str, Split]) -> dict[str, Any]:
     about: dict[str, Any] = {}
     for name, split in splits.items():
-        tally = assign_parts(split, data.table).value_counts()
-        slides = {part: int(tally.get(part, 0)) for part in PARTS}
-        about[name] = {"source": split.source, "hash": split.hash, "slides": slides}
+        tally = Counter(assign_parts(split, data.table))
+        about[name] = {"source": split.source, "hash": split.hash, "slides": {part: tally[part] for part in PARTS}}
     return about
 
 
@@ -309,8 +304,6 @@ def _of_cost(cost: dict[str, Any]) -> Iterator[Note]:
         images = cost["at_once"] > 1
         which = f"a batch of {cost['at_once']} images" if images else "the largest slide"
         what = f"{which} needs about {need / 1e9:.1f} GB to train on; {cost['machine']['name']} has {have / 1e9:.1f}"
-        first = (
-            "Lower train.batch_size and raise train.accumulation as much: the same updates" if images else "Set `cap`"
-        )
-        cure = f"{first}; or train.checkpointing: true, or a larger machine."
+        batch = "Lower train.batch_size and raise train.accumulation as much: the same updates"
+        cure = f"{batch if images else 'Set `cap`'}; or train.checkpointing: true, or a larger machine."
         yield Note("warning", "memory", what, ("train.batch_size" if images else "cap",), cure)

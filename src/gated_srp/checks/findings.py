@@ -21,8 +21,6 @@ _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on a
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
 _STRIDES = 5  # that are listed
 _NONE = 0.1  # neighbours per patch below which there is nothing to correct at all
-
-
 _CURE = "Correct it, then check again."
 
 
@@ -47,23 +45,15 @@ def of_files(facts: Sequence[FileFacts]) -> Iterator[Note]:
                 said[warning].append(str(file.path))
     for warning, paths in said.items():
         yield replace(warning, where=tuple(paths), cure=warning.cure or _CURE)
-    yield from _counted(good)
-
-
-def _counted(good: Sequence[FileFacts]) -> Iterator[Note]:
-    """Conditions that a file may have to a degree."""
-    twice = {file.path: file.duplicates for file in good if file.duplicates}
-    if twice:
+    if twice := {file.path: file.duplicates for file in good if file.duplicates}:
         what = f"{sum(twice.values()):,} patches have the coordinates of another"
         cure = "Two extractions were probably written into one file; extract again, or leave it if it is meant."
         yield Note("warning", "duplicates", what, tuple(map(str, twice)), cure)
-    zeros = {file.path: file.zeros for file in good if file.zeros}
-    if zeros:
+    if zeros := {file.path: file.zeros for file in good if file.zeros}:
         what = f"{sum(zeros.values()):,} patches have features of zeros alone"
         cure = "An interrupted extraction leaves such rows; extract these slides again."
         yield Note("warning", "zero_rows", what, tuple(map(str, zeros)), cure)
-    crowded = [file for file in good if file.shared_cells > _CROWDED * file.patches]
-    if crowded:
+    if crowded := [file for file in good if file.shared_cells > _CROWDED * file.patches]:
         share = sum(file.shared_cells for file in crowded) / sum(file.patches for file in crowded)
         what = f"{100 * share:.0f} % of the patches share a lattice cell with another: several lattices in one slide"
         cure = "Set lattice: exact (CLAM and AtlasPatch start a lattice at each piece of tissue)."
@@ -87,9 +77,8 @@ def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Note]:
         common_name = names.most_common(1)[0][0]
         odd = tuple(str(file.path) for file in good if file.encoder not in (None, common_name))
         cure = "Name one `encoder`, or point `features` at one encoder's folder; features of two must not be mixed."
-        yield Note(
-            "error" if sure else "warning", "mixed_encoders", f"features of several encoders: {listed}", odd, cure
-        )
+        level: Level = "error" if sure else "warning"
+        yield Note(level, "mixed_encoders", f"features of several encoders: {listed}", odd, cure)
     if good and not names:
         cure = "Name it with `encoder`, so that reports and later predictions can check it."
         yield Note("note", "encoder", "no file says which encoder made it", ("encoder",), cure)
@@ -104,8 +93,7 @@ def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -
         what = f"patches have fewer than {_FEW * most:g} of {most} neighbours on average, so there is little to correct"
         cure = "Look at the stride of these files; try lattice: exact, or set stride."
         yield Note("warning", "thin_lattice", what, tuple(str(file.path) for file in thin), cure)
-    capped = [file for file in good if file.capped]
-    if capped:
+    if capped := [file for file in good if file.capped]:
         before = sum(file.neighbours.mean for file in capped if file.neighbours) / len(capped)
         after = sum(file.capped.mean for file in capped if file.capped) / len(capped)
         what = f"the cap of {cap:,} patches thins the lattice: {before:.1f} -> {after:.1f} neighbours per patch"
@@ -157,10 +145,8 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
     lacking: dict[tuple[Level, str], list[str]] = defaultdict(list)
     for name, split in splits.items():
         parts = assign_parts(split, data.table)
-        outside = int(parts.isna().sum())
-        if outside:
-            what = f"{outside:,} slides of the table are in no part of the split"
-            lacking["warning", what].append(name)
+        if outside := int(parts.isna().sum()):
+            lacking["warning", f"{outside:,} slides of the table are in no part of the split"].append(name)
         rows = frame.assign(part=parts)[frame["slide"].isin(usable)]
         for part in PARTS:
             inside = rows[rows["part"] == part]

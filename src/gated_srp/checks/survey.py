@@ -132,9 +132,7 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         whole, capped = _neighbours(coords, stride, settings)
     except UserError as error:
         problem = _problem(error, path)
-    nonfinite = zeros = 0
-    if isinstance(header, Bag):
-        nonfinite, zeros = _odd_rows(header.features)
+    nonfinite, zeros = _odd_rows(header.features) if isinstance(header, Bag) else (0, 0)
     if nonfinite and problem is None:
         what = f"{nonfinite} of {len(coords)} rows of features are NaN, infinite or too large for float32"
         cure = "Extract the slide again, or drop those rows together with their positions."
