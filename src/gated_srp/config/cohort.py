@@ -178,24 +178,20 @@ class CohortConfig(_Section):
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
         if self.images:
-            self._check_images()
+            self._check_images(self.images.size, self.images.patch)
         for key in ("arms", "seeds"):
             if len(set(getattr(self, key))) < max(1, len(getattr(self, key))):
                 raise ValueError(f"{key} must name at least one, each once")
         return self
 
-    def _check_images(self) -> None:
-        assert self.images is not None
+    def _check_images(self, size: int, patch: int) -> None:
         of_features = ("features", "encoder", "stride", "coords_key", "features_key", "cap")
         if set_too := [key for key in of_features if getattr(self, key)] + (["cache"] if self.cache.folder else []):
-            raise ValueError(
-                f"images and {set_too[0]} are both set; {set_too[0]} is for feature files, keep one of them"
-            )
-        if self.images.size % self.images.patch or self.images.size < 2 * self.images.patch:
-            size, patch = self.images.size, self.images.patch
-            raise ValueError(
-                f"images.size is {size}, expected a multiple of images.patch, which is {patch}, and twice it at least"
-            )
+            key = set_too[0]
+            raise ValueError(f"images and {key} are both set; {key} is for feature files, keep one of them")
+        if size % patch or size < 2 * patch:
+            wanted = f"a multiple of images.patch, which is {patch}, and twice it at least"
+            raise ValueError(f"images.size is {size}, expected {wanted}")
 
     @property
     def main_arm(self) -> str:
@@ -288,9 +284,8 @@ class CohortData:
 
     def with_parts(self, split: Split) -> pd.DataFrame:
         """As `slides`, for a split at hand."""
-        frame = self.table.frame.assign(
-            file=self.table.frame["slide"].map(self.matches.found), part=assign_parts(split, self.table)
-        )
+        frame = self.table.frame
+        frame = frame.assign(file=frame["slide"].map(self.matches.found), part=assign_parts(split, self.table))
         return frame.dropna(subset=["file", "part"]).reset_index(drop=True)
 
 
@@ -333,20 +328,13 @@ def find_files(config: CohortConfig) -> list[Path]:
 def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
     """The cohort's table of slides: the preset's public files, or the user's own."""
     if config.table is not None:
-        return read_table(
-            config.table,
-            config.columns,
-            task=config.task,
-            classes=config.classes,
-            sheet=config.sheet,
-            slide_table=config.slides,
-            files=files,
-        )
+        named: dict[str, Any] = {key: getattr(config, key) for key in ("task", "classes", "sheet")}
+        return read_table(config.table, config.columns, **named, slide_table=config.slides, files=files)
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)
-    wanted = (
-        "`labels`, the folder of its public label files," if config.preset else "`table`, one row per slide or patient,"
-    )
+    wanted = "`table`, one row per slide or patient,"
+    if config.preset:
+        wanted = "`labels`, the folder of its public label files,"
     raise UserError(f"{wanted} is not set", where=config.name, cure="Labels cannot be read.", kind="setting")
 
 

@@ -23,7 +23,7 @@ from gated_srp.data.files.siblings import canonical
 from gated_srp.data.spreadsheet import Columns, read_frame, resolve_columns
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS
-from gated_srp.tasks import Recipe, find_task, named_task, task_names
+from gated_srp.tasks import find_task, named_task, task_names
 
 _IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
 _PATHS = ("labels", "features", "images", "table", "slides", "split", "cache", "out")
@@ -109,23 +109,19 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
     values.setdefault("score", kind.score)
     section = values.get("train") or {}
     if isinstance(section, dict):
-        own = kind.recipe if values.get("images") is None else _image_recipe()
+        own = kind.recipe
+        if values.get("images") is not None:  # the paper's for images, but none is left out of a small cohort's epochs
+            from gated_srp.config.presets import find_cohort
+
+            own = replace(find_cohort("ADP").recipe, drop_last=False)
         values["train"] = asdict(preset.recipe if preset and preset.task == kind.name else own) | section
     for key in ("model", "cache"):
         if values.get(key, {}) is None:
             del values[key]
     if values.get("images") is not None:
         values.setdefault("arms", _IMAGE_ARMS)
-        section = values.get("model", {})
-        defaults = dict(ARMS[_IMAGE_ARMS[0]].defaults)
-        values["model"] = defaults | section if isinstance(section, dict) else section
-
-
-def _image_recipe() -> Recipe:
-    """The paper's for images, whatever the task; no image is left out of a small cohort's epochs."""
-    from gated_srp.config.presets import find_cohort
-
-    return replace(find_cohort("ADP").recipe, drop_last=False)
+        if isinstance(section := values.get("model", {}), dict):
+            values["model"] = dict(ARMS[_IMAGE_ARMS[0]].defaults) | section
 
 
 def _task_of(values: dict[str, Any]) -> Any:
@@ -156,13 +152,8 @@ def _explained(error: ValidationError, settings: Settings) -> UserError:
 
 def _nearest(keys: tuple[str, ...]) -> str:
     """The setting that was probably meant."""
-    sections: dict[str, type[BaseModel]] = {
-        "model": ModelConfig,
-        "train": TrainConfig,
-        "folds": FoldsConfig,
-        "cache": CacheConfig,
-        "images": ImagesConfig,
-    }
+    sections: dict[str, type[BaseModel]] = {"model": ModelConfig, "train": TrainConfig, "folds": FoldsConfig}
+    sections |= {"cache": CacheConfig, "images": ImagesConfig}
     schema = sections.get(keys[0], CohortConfig) if len(keys) > 1 else CohortConfig
     near = difflib.get_close_matches(keys[-1].lower(), schema.model_fields, n=1, cutoff=0.5)
     elsewhere = [f"{name}.{keys[-1]}" for name, section in sections.items() if keys[-1] in section.model_fields]

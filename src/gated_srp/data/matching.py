@@ -18,6 +18,7 @@ SLIDE_ENDINGS = (
     *(".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi"),
     *(".png", ".jpg", ".jpeg"),
 )
+Claims = dict[str, tuple[Path, ...]]  # slides and the files that fit
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,8 @@ class Matches:
             f"{slide}: {len(files)} files fit ({', '.join(map(str, files))}); keep one, or name the folder more exactly"
             for slide, files in self.several.items()
         ]
-        lines += [
-            f"{', '.join(slides)}: all fit one file, {file}; correct the table" for file, slides in self.shared.items()
-        ]
+        for file, slides in self.shared.items():
+            lines.append(f"{', '.join(slides)}: all fit one file, {file}; correct the table")
         return tuple(lines)
 
 
@@ -64,7 +64,7 @@ def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:
     """
     paths = sorted(Path(file) for file in files)
     slides = list(dict.fromkeys(slides))
-    claims: dict[str, tuple[Path, ...]] = {}
+    claims: Claims = {}
     for look_up in (_by_stem, _by_trimmed_stem, _by_prefix, _by_tcga_name):
         taken = {path for claimed in claims.values() for path in claimed}
         open_slides = [slide for slide in slides if slide not in claims]
@@ -113,36 +113,33 @@ def _key(name: str | Path) -> str:
 def _nearest(slide: str, paths: Sequence[Path]) -> tuple[Path, ...]:
     """Of several fitting files, those that also agree in the folders that the id names, and in case."""
     folders = [part.casefold() for part in _parts(slide)[:-1]]
-    same_folder = [
-        path for path in paths if folders and [p.casefold() for p in path.parts[:-1]][-len(folders) :] == folders
-    ]
-    paths = same_folder or paths
+    if folders:
+        same = [path for path in paths if [p.casefold() for p in path.parts[:-1]][-len(folders) :] == folders]
+        paths = same or paths
     same_case = [path for path in paths if slide_stem(path) == slide_stem(slide)]
     return tuple(same_case or paths)
 
 
-def _by_key(
-    slides: Sequence[str], paths: Sequence[Path], key: Callable[[str | Path], str]
-) -> dict[str, tuple[Path, ...]]:
+def _by_key(slides: Sequence[str], paths: Sequence[Path], key: Callable[[str | Path], str]) -> Claims:
     index: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         index[key(path)].append(path)
     return {slide: _nearest(slide, index[key(slide)]) for slide in slides if key(slide) in index}
 
 
-def _by_stem(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+def _by_stem(slides: Sequence[str], paths: Sequence[Path]) -> Claims:
     return _by_key(slides, paths, _key)
 
 
-def _by_trimmed_stem(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+def _by_trimmed_stem(slides: Sequence[str], paths: Sequence[Path]) -> Claims:
     return _by_key(slides, paths, lambda name: _key(name).removesuffix("_patches"))
 
 
-def _by_prefix(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+def _by_prefix(slides: Sequence[str], paths: Sequence[Path]) -> Claims:
     """The file's stem continues after the id with a character that is no letter or digit: ``s_1`` is not ``s_10``."""
     keyed = sorted((_key(path), path) for path in paths)
     keys = [key for key, _ in keyed]
-    claims: dict[str, tuple[Path, ...]] = {}
+    claims: Claims = {}
     for slide in slides:
         key = _key(slide)
         first = bisect_left(keys, key)
@@ -153,7 +150,7 @@ def _by_prefix(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[
     return claims
 
 
-def _by_tcga_name(slides: Sequence[str], paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+def _by_tcga_name(slides: Sequence[str], paths: Sequence[Path]) -> Claims:
     """A TCGA id with its UUID, files named without it."""
     tcga = [slide for slide in slides if _key(slide).startswith("tcga-")]
     short = [path for path in paths if "." not in _key(path)]  # another UUID is another slide

@@ -90,18 +90,13 @@ def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | No
         graph, notes = _graph(bag, rows, settings)
     except UserError as error:
         raise error.changed(where=f"{bag.path}: {error.where}" if error.where else str(bag.path)) from None
-    coords = bag.coords if rows is None else bag.coords[rows]  # (L, 2)
     return PreparedBag(
-        path=bag.path,
         features=features,
         graph=graph.with_features(features),
-        coords=coords,
+        coords=bag.coords if rows is None else bag.coords[rows],  # (L, 2)
         num_patches=len(bag.coords),
-        stride=bag.stride,
-        stride_source=bag.stride_source,
-        unit=bag.unit,
-        encoder=bag.encoder,
         warnings=(*bag.warnings, *notes),
+        **{key: getattr(bag, key) for key in ("path", "stride", "stride_source", "unit", "encoder")},
     )
 
 

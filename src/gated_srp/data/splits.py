@@ -231,10 +231,8 @@ def balanced_parts(vectors: Mapping[str, Vector], parts: int) -> list[list[str]]
             after = held.copy()
             after[part] += vectors[unit]
             sizes = after.sum(axis=1)
-            unevenness = np.sum((after - even) ** 2 / (even + 1)) + 0.05 * np.sum(
-                (sizes - even_size) ** 2 / (even_size + 1)
-            )
-            keys.append((float(unevenness), float(sizes[part]), part))
+            by_size = 0.05 * np.sum((sizes - even_size) ** 2 / (even_size + 1))
+            keys.append((float(np.sum((after - even) ** 2 / (even + 1)) + by_size), float(sizes[part]), part))
         best = min(keys)[2]
         held[best] += vectors[unit]
         chosen[best].append(unit)

@@ -72,9 +72,8 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]
             notes = () if sheet or len(names) == 1 else (Note("note", "table", said),)
             return pd.read_excel(book, sheet_name=chosen, **_TEXT), notes
     if sheet is not None:
-        raise UserError(
-            "`sheet` is given but only .xlsx files have sheets", where=path, cure="Remove it.", kind="sheet"
-        )
+        what = "`sheet` is given but only .xlsx files have sheets"
+        raise UserError(what, where=path, cure="Remove it.", kind="sheet")
     if ending == ".parquet":
         frame = pd.read_parquet(path)
         if frame.index.names != [None]:  # ids may have been saved as the index
@@ -200,11 +199,8 @@ def resolve_columns(
 def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> list[Note]:
     """Two patient columns that group differently would leak patients across splits: the user must say which counts."""
     first = found[0]
-    differ = [
-        name
-        for name in found[1:]
-        if len(frame[[first, name]].drop_duplicates()) != min(frame[[first, name]].nunique(dropna=False))
-    ]
+    pairs = {name: frame[[first, name]] for name in found[1:]}
+    differ = [name for name, two in pairs.items() if len(two.drop_duplicates()) != min(two.nunique(dropna=False))]
     if key == "case" and differ:
         what = f"{first!r} and {differ[0]!r} group slides differently"
         raise UserError(what, where=where, cure="Name the patients with `case`.", kind="column")

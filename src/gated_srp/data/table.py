@@ -90,11 +90,10 @@ def tidy_table(
     labels = kind.read(frame, columns, classes=classes, where=where)
     names = list(labels.frame.columns)
     files = None if files is None else list(files)
-    ids = (
-        _read_ids(frame, columns, log, files or ())
-        if slide_table is None
-        else _join_ids(frame, columns, Path(slide_table), log)
-    )
+    if slide_table is None:
+        ids = _read_ids(frame, columns, log, files or ())
+    else:
+        ids = _join_ids(frame, columns, Path(slide_table), log)
     rows = _fill_cases(_fill_slides(ids, files, log), log).join(labels.frame, on="row")
     for unusable, reason in labels.dropped:
         rows = log.drop(rows, rows["row"].map(unusable).astype(bool), reason)
