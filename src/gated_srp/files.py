@@ -1,16 +1,18 @@
 """Files that are whole or not there."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gated_srp.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
 
 
 @contextmanager
@@ -48,3 +50,26 @@ def write_image(image: "Image", path: Path) -> None:
     buffer = BytesIO()
     image.save(buffer, "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG", quality=85)
     write_whole(path, buffer.getbuffer())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, "Tensor"], card: dict[str, Any]) -> None:
+    """Tensors and a JSON card that describes them, as one safetensors file. No pickle."""
+    from safetensors.torch import save
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_whole(path, save(plain, metadata={"card": json.dumps(card, sort_keys=True)}))
+
+
+def read_tensors(
+    path: Path, *, called: str, cure: str, only: str | None = ""
+) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
+    """The card, empty where there is none, and the tensors whose names contain ``only``; None reads the card alone."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            card = json.loads((file.metadata() or {}).get("card", "{}"))
+            names = [] if only is None else [name for name in file.keys() if only in name]  # noqa: SIM118 (no mapping)
+            return card, {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"not a readable {called} ({error})", where=path, cure=cure) from error

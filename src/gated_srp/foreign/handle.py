@@ -1,21 +1,26 @@
 """`attach`: one call that puts Gated SRP into somebody else's model, and the handle that it returns."""
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gated_srp.errors import UserError
-from gated_srp.foreign import files, huggingface, timm, torch_mha
+from gated_srp.files import read_tensors, write_tensors
+from gated_srp.foreign import huggingface, timm, torch_mha
 from gated_srp.foreign.neighbourhood import Neighbourhood
-from gated_srp.foreign.probe import Found, block_of, reads_patches
-from gated_srp.foreign.site import Adapter, AdapterSite, Site, Taps, TapSite
+from gated_srp.foreign.site import Adapter, AdapterSite, Found, Site, Taps, TapSite, block_of, reads_patches
 from gated_srp.srp import GatedSRP, PatchGraph
 
 Adapters = Mapping[str | type[nn.Module], Adapter | Taps]
+
+FORMAT, KIND = 1, "gated-srp gates"  # of a file that `Handle.save` writes
+_MARK = ".correction."
+_EXPECTED = "Expected what handle.save wrote."
 
 
 class Handle:
@@ -79,11 +84,25 @@ class Handle:
 
     def save(self, path: str | Path) -> None:
         """The gates alone: a safetensors file with a card of their settings."""
-        files.save(Path(path), dict(self.named_parameters()), self.card())
+        write_tensors(Path(path), dict(self.named_parameters()), {"format": FORMAT, "kind": KIND, **self.card()})
 
     def load(self, path: str | Path) -> None:
-        """Gates that `save` wrote, or a folder of Hugging Face's save_pretrained; same architecture, same settings."""
-        files.load(Path(path), dict(self.named_parameters()), self.card())
+        """Gates that `save` wrote, or a folder of Hugging Face's save_pretrained; same architecture, same settings.
+
+        Nothing is changed where they do not fit.
+        """
+        path, ours, gates = Path(path), self.card(), dict(self.named_parameters())
+        theirs, tensors = _gates_of_folder(path, ours["layers"]) if path.is_dir() else _gates_of_file(path)
+        for key, value in ours.items():
+            if theirs.get(key) != value:
+                what = f"saved with {key} {theirs.get(key)}, this model has {value}"
+                raise UserError(what, where=path, cure="Attach with the same settings.")
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in gates.items()}:
+            what = "its tensors do not fit the gates of this model"
+            raise UserError(what, where=path, cure="Expected gates of the same architecture.")
+        with torch.no_grad():
+            for name, gate in gates.items():
+                gate.copy_(tensors[name])
 
     def detach(self) -> None:
         """Give the model back as it was: no gates, no hooks, its own attention."""
@@ -100,11 +119,9 @@ class Handle:
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if getattr(module, "_is_replica", False):
-            raise UserError(
-                "nn.DataParallel splits a batch among threads that would share one graph",
-                where=f"attach({type(module).__name__})",
-                cure="Use torch.nn.parallel.DistributedDataParallel, one process per device.",
-            )
+            what = "nn.DataParallel splits a batch among threads that would share one graph"
+            cure = "Use torch.nn.parallel.DistributedDataParallel, one process per device."
+            raise UserError(what, where=f"attach({type(module).__name__})", cure=cure)
         if module.training and not torch.compiler.is_compiling():
             self._warn_of_frozen_gates()
         self._neighbourhood.enter_model()
@@ -163,17 +180,12 @@ def attach(
     if last is None:
         last = reads_patches(found, model)
     if last is None:
-        raise UserError(
-            "cannot tell whether the head reads CLS alone or pools the patches",
-            where=f"attach({type(model).__name__})",
-            cure="Pass last=False (CLS alone: the last layer needs no gate) or last=True (patches are pooled, or all rows are used).",
-        )
+        what = "cannot tell whether the head reads CLS alone or pools the patches"
+        cure = "Pass last=False (CLS alone: the last layer needs no gate) or last=True (patches are pooled, or all rows are used)."
+        raise UserError(what, where=f"attach({type(model).__name__})", cure=cure)
     if None not in (front, found.front) and front != found.front:
-        raise UserError(
-            f"front is {front}, but the model puts {found.front} rows before the patches",
-            where=f"attach({type(model).__name__})",
-            cure="Leave front out.",
-        )
+        what = f"front is {front}, but the model puts {found.front} rows before the patches"
+        raise UserError(what, where=f"attach({type(model).__name__})", cure="Leave front out.")
     neighbourhood = Neighbourhood(window, found.grid or grid, front if found.front is None else found.front)
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
     installed: list[Site] = []
@@ -212,11 +224,9 @@ def _find(model: nn.Module, grid: tuple[int, int] | None, adapters: Adapters | N
         return timm.find(model, trunk, grid)
     sites: list[Site] = list(torch_mha.find(model))
     if not sites:
-        raise UserError(
-            "no attention was found (nn.MultiheadAttention, a Hugging Face or a timm vision transformer)",
-            where=f"attach({type(model).__name__})",
-            cure="Name yours: attach(model, adapters={AttentionClass: adapter}) with adapter(module, *inputs) -> (y, v, finish), or call GatedSRP yourself.",
-        )
+        what = "no attention was found (nn.MultiheadAttention, a Hugging Face or a timm vision transformer)"
+        cure = "Name yours: attach(model, adapters={AttentionClass: adapter}) with adapter(module, *inputs) -> (y, v, finish), or call GatedSRP yourself."
+        raise UserError(what, where=f"attach({type(model).__name__})", cure=cure)
     return Found(sites)
 
 
@@ -232,17 +242,11 @@ def _named(model: nn.Module, adapters: Adapters) -> list[Site]:
                 break
     if missing := [key for key in adapters if key not in used]:
         names = ", ".join(name for name, _ in list(model.named_modules())[1:9])
-        raise UserError(
-            f"{missing[0]!r} is no module of {type(model).__name__}",
-            where="adapters",
-            cure=f"Its modules begin with: {names}." if names else "It has no modules inside.",
-        )
+        cure = f"Its modules begin with: {names}." if names else "It has no modules inside."
+        raise UserError(f"{missing[0]!r} is no module of {type(model).__name__}", where="adapters", cure=cure)
     if not sites:
-        raise UserError(
-            "names no module",
-            where="adapters",
-            cure="Name the attention, {AttentionClass: Taps('qkv', 'proj')}, or leave adapters out to have it found.",
-        )
+        cure = "Name the attention, {AttentionClass: Taps('qkv', 'proj')}, or leave adapters out to have it found."
+        raise UserError("names no module", where="adapters", cure=cure)
     return sites
 
 
@@ -250,11 +254,8 @@ def _adapted(name: str, module: nn.Module, adapter: Any) -> Site:
     if isinstance(adapter, Taps):
         return TapSite(name, module, _heads(name, module), adapter)
     if not callable(adapter) or isinstance(adapter, type):
-        raise UserError(
-            f"{name!r} is to be reached by {adapter!r}",
-            where="adapters",
-            cure="Expected Taps(values, heads) or a function (module, *inputs) -> (y, v, finish).",
-        )
+        cure = "Expected Taps(values, heads) or a function (module, *inputs) -> (y, v, finish)."
+        raise UserError(f"{name!r} is to be reached by {adapter!r}", where="adapters", cure=cure)
     return AdapterSite(name, module, _heads(name, module), adapter)
 
 
@@ -262,11 +263,8 @@ def _heads(name: str, module: nn.Module) -> int:
     for attribute in ("num_heads", "n_heads", "heads", "num_attention_heads"):
         if isinstance(getattr(module, attribute, None), int):
             return int(getattr(module, attribute))
-    raise UserError(
-        "the number of heads is not known",
-        where=name,
-        cure=f"Set it before attach: model.get_submodule({name!r}).num_heads = ...",
-    )
+    what = "the number of heads is not known"
+    raise UserError(what, where=name, cure=f"Set it before attach: model.get_submodule({name!r}).num_heads = ...")
 
 
 def _check(
@@ -275,19 +273,45 @@ def _check(
     if not isinstance(model, nn.Module):
         raise UserError(f"got {type(model).__name__}, expected a torch.nn.Module", where="attach")
     if "_gated_srp" in model.__dict__:
-        raise UserError(
-            "Gated SRP is attached already",
-            where=type(model).__name__,
-            cure="handle.detach() first, or use handle_of(model).",
-        )
+        what = "Gated SRP is attached already"
+        raise UserError(what, where=type(model).__name__, cure="handle.detach() first, or use handle_of(model).")
     if not delta > 0 or hidden_dim < 1:
-        raise UserError(
-            f"delta is {delta}, hidden_dim {hidden_dim}; expected a positive range and at least one hidden unit",
-            where="attach",
-        )
+        what = f"delta is {delta}, hidden_dim {hidden_dim}; expected a positive range and at least one hidden unit"
+        raise UserError(what, where="attach")
     if window < 3 or window % 2 == 0:
         raise UserError(f"window is {window}, expected an odd number from 3 on", where="attach")
     if grid is not None and (len(grid) != 2 or min(grid) < 1):
         raise UserError(f"grid is {grid}, expected (height, width) in patches", where="attach")
     if front is not None and front < 0:
         raise UserError(f"front is {front}, expected the number of rows before the patches", where="attach")
+
+
+def _gates_of_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    card, tensors = read_tensors(path, called="file of gates", cure=_EXPECTED)
+    if card.get("kind") != KIND or card.get("format", 0) > FORMAT:
+        raise UserError(f"no card of gated-srp gates, format up to {FORMAT}", where=path, cure=_EXPECTED)
+    return card, tensors
+
+
+def _gates_of_folder(folder: Path, layers: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Of save_pretrained: the card is in its config, the tensors under whatever names its layers have there."""
+    config = folder / "config.json"
+    card = json.loads(config.read_text()).get("gated_srp") if config.is_file() else None
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= read_tensors(path, called="file of gates", cure=_EXPECTED, only=_MARK)[1]
+    if not isinstance(card, dict) or not found:
+        what = "no gates in this folder (a config.json with 'gated_srp', and tensors of 'correction')"
+        cure = "Expected a folder that save_pretrained wrote of an attached model, or a file of handle.save."
+        raise UserError(what, where=folder, cure=cure)
+    # transformers renames layers on the way to a file and back; their order stays.
+    theirs = sorted({name.rpartition(_MARK)[0] for name in found}, key=_natural)
+    if len(theirs) != len(layers):
+        return card, found
+    names = dict(zip(theirs, layers, strict=True))
+    split = {name: name.rpartition(_MARK) for name in found}
+    return card, {f"{names[layer]}.{rest}": found[name] for name, (layer, _, rest) in split.items()}
+
+
+def _natural(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in name.split(".")]

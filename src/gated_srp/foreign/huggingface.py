@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gated_srp.errors import UserError
-from gated_srp.foreign.probe import Found, blank_image, looking
-from gated_srp.foreign.site import Site
+from gated_srp.foreign.site import Found, Site, blank_image, looking
 
 _PREFIX = "gated_srp_"
 _PROBE = "gated_srp_probe"
@@ -151,29 +150,20 @@ def find(model: nn.Module, trunk: nn.Module, grid: tuple[int, int] | None) -> Fo
     config = getattr(config, "vision_config", config)  # a model of images and text keeps its image half here
     kind = config.model_type
     if hasattr(config, "window_size"):
-        raise UserError(
-            f"transformers model type {kind!r} attends in windows, which cut the neighbourhood of a patch; Gated SRP needs attention over all patches",
-            where=type(trunk).__name__,
-            cure=f"Take an encoder that attends over all patches: {', '.join(FRONT)}.",
-        )
+        what = f"transformers model type {kind!r} attends in windows, which cut the neighbourhood of a patch; Gated SRP needs attention over all patches"
+        cure = f"Take an encoder that attends over all patches: {', '.join(FRONT)}."
+        raise UserError(what, where=type(trunk).__name__, cure=cure)
     if kind not in FRONT:
-        raise UserError(
-            f"transformers model type {kind!r} is not one of {', '.join(FRONT)}",
-            where=type(trunk).__name__,
-            cure=f"Attach to its vision model, or name its attention: {_TAPS}.",
-        )
+        what = f"transformers model type {kind!r} is not one of {', '.join(FRONT)}"
+        cure = f"Attach to its vision model, or name its attention: {_TAPS}."
+        raise UserError(what, where=type(trunk).__name__, cure=cure)
     if getattr(trunk, "main_input_name", "") != "pixel_values":
-        raise UserError(
-            "does not take pixel_values alone",
-            where=type(trunk).__name__,
-            cure="Attach to its vision model (model.vision_model).",
-        )
+        what = "does not take pixel_values alone"
+        raise UserError(what, where=type(trunk).__name__, cure="Attach to its vision model (model.vision_model).")
     if any(hasattr(module, "srp_site") for module in trunk.modules()):
-        raise UserError(
-            "Gated SRP is attached to it already, or to a part of it",
-            where=type(trunk).__name__,
-            cure="handle.detach() first, or attach to another part of the model.",
-        )
+        what = "Gated SRP is attached to it already, or to a part of it"
+        cure = "handle.detach() first, or attach to another part of the model."
+        raise UserError(what, where=type(trunk).__name__, cure=cure)
     height, width = (
         _pair(config.image_size)
         if grid is None
@@ -231,11 +221,8 @@ def _callers(trunk: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, 
     with _interface(trunk, watch), looking(trunk):
         trunk(**inputs)
     if not seen:
-        raise UserError(
-            "does not use the attention interface of transformers, so values and heads cannot be reached",
-            where=type(trunk).__name__,
-            cure=f"Name its attention: {_TAPS}.",
-        )
+        what = "does not use the attention interface of transformers, so values and heads cannot be reached"
+        raise UserError(what, where=type(trunk).__name__, cure=f"Name its attention: {_TAPS}.")
     return seen
 
 

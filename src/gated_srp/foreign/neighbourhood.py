@@ -38,17 +38,12 @@ class Neighbourhood:
 
     def set_graph(self, graph: PatchGraph, *, stay: bool) -> None:
         if not isinstance(graph, PatchGraph):
-            raise UserError(
-                f"got {type(graph).__name__}, expected a PatchGraph",
-                where="set_graph",
-                cure="PatchGraph.from_coords makes one, PatchGraph.batch joins those of several bags.",
-            )
+            cure = "PatchGraph.from_coords makes one, PatchGraph.batch joins those of several bags."
+            raise UserError(f"got {type(graph).__name__}, expected a PatchGraph", where="set_graph", cure=cure)
         if graph.window != self.window:
-            raise UserError(
-                f"the graph has window {graph.window}, the model was attached with window {self.window}",
-                where="set_graph",
-                cure=f"Build the graph with window={self.window}, or attach(model, window={graph.window}).",
-            )
+            what = f"the graph has window {graph.window}, the model was attached with window {self.window}"
+            cure = f"Build the graph with window={self.window}, or attach(model, window={graph.window})."
+            raise UserError(what, where="set_graph", cure=cure)
         self.graph, self._rows, self.measured = graph, None, False
         self._stays, self._used = stay, False
         if self.front is not None and self.front >= graph.before:
@@ -80,11 +75,9 @@ class Neighbourhood:
             self._unfinished, self._last_unfinished, self._recomputed = 0, None, False
         self._graded = torch.is_grad_enabled()
         if self._used and not self._stays:
-            raise UserError(
-                "the graph was used by the forward before this one; another slide has another graph",
-                where="attach",
-                cure="Call handle.set_graph(graph) before each forward, or handle.set_graph(graph, stay=True) where several forwards are of the same patches.",
-            )
+            what = "the graph was used by the forward before this one; another slide has another graph"
+            cure = "Call handle.set_graph(graph) before each forward, or handle.set_graph(graph, stay=True) where several forwards are of the same patches."
+            raise UserError(what, where="attach", cure=cure)
 
     def observe(self, tokens: Tensor) -> None:
         """The features of which homogeneity is measured: the tokens (B, L, C) that enter the first block, positions added, detached, per image."""
@@ -115,12 +108,9 @@ class Neighbourhood:
         if _backward_runs():
             self._recomputed = True
             if self._unfinished > 1:
-                raise UserError(
-                    f"activation checkpointing runs blocks of {self._unfinished} forwards again, and the graph of the last one alone is still known",
-                    where="attach",
-                    cure="Call backward after each forward (gradients add up), put forwards without backward under torch.no_grad(), "
-                    "or switch checkpointing off.",
-                )
+                what = f"activation checkpointing runs blocks of {self._unfinished} forwards again, and the graph of the last one alone is still known"
+                cure = "Call backward after each forward (gradients add up), put forwards without backward under torch.no_grad(), or switch checkpointing off."
+                raise UserError(what, where="attach", cure=cure)
         elif self._graded and _drops_activations() and graph is not self._last_unfinished:
             self._unfinished, self._last_unfinished = self._unfinished + 1, graph
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
-from gated_srp.foreign.probe import Found, blank_image, looking
-from gated_srp.foreign.site import FusedTapSite, Site, Taps
+from gated_srp.foreign.site import Found, FusedTapSite, Site, Taps, blank_image, looking
 
 
 class BiasedTapSite(FusedTapSite):
@@ -19,11 +18,9 @@ class BiasedTapSite(FusedTapSite):
 
     def _tap(self) -> None:
         if type(self.module.qkv) is not nn.Linear:
-            raise UserError(
-                f"'qkv' is a {type(self.module.qkv).__name__} now, and {type(self.module).__name__} adds the bias of its values outside it",
-                where=self.name,
-                cure="Leave 'qkv' out of peft's target_modules, or merge the adapter into it (merge_and_unload) before attach.",
-            )
+            what = f"'qkv' is a {type(self.module.qkv).__name__} now, and {type(self.module).__name__} adds the bias of its values outside it"
+            cure = "Leave 'qkv' out of peft's target_modules, or merge the adapter into it (merge_and_unload) before attach."
+            raise UserError(what, where=self.name, cure=cure)
         _, heads = self._tapped = self._ends()
         self._tap_hooks = [
             self.module.register_forward_pre_hook(self._see_rows, with_kwargs=True),
@@ -57,11 +54,8 @@ def find(model: nn.Module, trunk: Any, grid: tuple[int, int] | None) -> Found:
     front = int(trunk.num_prefix_tokens)
     cells = tuple(grid or getattr(trunk.patch_embed, "grid_size", None) or ())
     if len(cells) != 2:
-        raise UserError(
-            "takes images of any size",
-            where=f"timm {kind}",
-            cure="Pass attach(model, grid=(height, width)), the number of patches.",
-        )
+        cure = "Pass attach(model, grid=(height, width)), the number of patches."
+        raise UserError("takes images of any size", where=f"timm {kind}", cure=cure)
     names = {module: name for name, module in model.named_modules()}
     rows = _rows_seen(trunk, image := _image(trunk, cells))
     sites: list[Site] = []
@@ -74,10 +68,8 @@ def find(model: nn.Module, trunk: Any, grid: tuple[int, int] | None) -> Found:
             )
         sites.append(_site(names[module], module))
     if not sites:
-        raise UserError(
-            "its blocks have no attention module with 'qkv' (or 'v_proj') and 'proj': values cannot be reached",
-            where=f"timm {kind}",
-        )
+        what = "its blocks have no attention module with 'qkv' (or 'v_proj') and 'proj': values cannot be reached"
+        raise UserError(what, where=f"timm {kind}")
     return Found(sites, (int(cells[0]), int(cells[1])), front, trunk, {"x": image})
 
 
@@ -125,10 +117,8 @@ def _site(name: str, module: Any) -> Site:
     apart = getattr(module, "v_proj", None) is not None
     width = module.v_proj.out_features if apart else module.qkv.out_features // 3
     if type(module).__name__.startswith("Diff") or width != module.proj.in_features:
-        raise UserError(
-            f"{type(module).__name__} has values of another width or number than its heads; Gated SRP cannot be attached to it",
-            where=name,
-        )
+        what = f"{type(module).__name__} has values of another width or number than its heads; Gated SRP cannot be attached to it"
+        raise UserError(what, where=name)
     taps = Taps(
         "v_proj" if apart else "qkv", "norm" if isinstance(getattr(module, "norm", None), nn.Module) else "proj"
     )

@@ -79,17 +79,12 @@ def self_attention(
 ) -> tuple[Tensor, Tensor, Finish]:
     """The adapter of nn.MultiheadAttention, with the arguments of its forward; the same products in the same order."""
     if query is not key or key is not value:
-        raise UserError(
-            "called with queries, keys and values that are not one tensor; Gated SRP corrects self-attention",
-            where="MultiheadAttention",
-            cure="Attach to the encoder alone (attach(model.encoder)) where the model also has cross-attention or attention pooling.",
-        )
+        what = "called with queries, keys and values that are not one tensor; Gated SRP corrects self-attention"
+        cure = "Attach to the encoder alone (attach(model.encoder)) where the model also has cross-attention or attention pooling."
+        raise UserError(what, where="MultiheadAttention", cure=cure)
     if query.is_nested:
-        raise UserError(
-            "nested tensors have no rows to number",
-            where="MultiheadAttention",
-            cure="Pad the bags and pass a key padding mask.",
-        )
+        what = "nested tensors have no rows to number"
+        raise UserError(what, where="MultiheadAttention", cure="Pad the bags and pass a key padding mask.")
     batched = query.ndim == 3
     x = query.unsqueeze(1) if not batched else query.transpose(0, 1) if module.batch_first else query  # (L, B, E)
     if not batched and key_padding_mask is not None:
@@ -169,11 +164,8 @@ def find(model: nn.Module) -> list[TorchSite]:
     for name, above in around.items():
         module: Any = modules[name]
         if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
-            raise UserError(
-                "MultiheadAttention with add_bias_kv, add_zero_attn or other key widths has values that belong to no row; "
-                "Gated SRP cannot be attached to it",
-                where=name,
-            )
+            what = "MultiheadAttention with add_bias_kv, add_zero_attn or other key widths has values that belong to no row; Gated SRP cannot be attached to it"
+            raise UserError(what, where=name)
         sites.append(TorchSite(name, module, above))
     return sites
 
@@ -185,11 +177,9 @@ def _refuse_towers(model: nn.Module, names: list[str]) -> None:
         if inside and len(inside) < len(names):
             path = inside[0][: f".{inside[0]}".index(f".{tower}.") + len(tower)]
             other = next(name for name in names if name not in inside)
-            raise UserError(
-                f"a model of images and text: there is attention in '{path}' and outside it ('{other}'), whose rows are no patches",
-                where=f"attach({type(model).__name__})",
-                cure=f"Attach to its image tower: attach(model.{path}, grid=(height, width), last=...).",
-            )
+            what = f"a model of images and text: there is attention in '{path}' and outside it ('{other}'), whose rows are no patches"
+            cure = f"Attach to its image tower: attach(model.{path}, grid=(height, width), last=...)."
+            raise UserError(what, where=f"attach({type(model).__name__})", cure=cure)
 
 
 def _refuse_other_queries(around: dict[str, list[nn.Module]]) -> None:

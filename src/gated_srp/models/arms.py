@@ -132,11 +132,7 @@ class ImageArm(Arm):
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
         return ImageTransformer(
-            in_dim,
-            num_outputs,
-            blocks=self._blocks(sizes),
-            num_patches=sizes.num_patches,
-            drop_path=sizes.drop_path,
+            in_dim, num_outputs, blocks=self._blocks(sizes), num_patches=sizes.num_patches, drop_path=sizes.drop_path
         )
 
 

@@ -133,7 +133,6 @@ def means_of_segments(x: Tensor, size: int) -> Tensor:
 
 def check_one_length(graph: PatchGraph) -> None:
     if len(set(graph.lengths)) > 1:
-        raise UserError(
-            f"Nystrom attention takes one bag per batch, or bags of one length; here the lengths are {graph.lengths}",
-            cure="Call the model bag by bag and accumulate gradients, or use an arm with dense attention (vit4).",
-        )
+        what = f"Nystrom attention takes one bag per batch, or bags of one length; here the lengths are {graph.lengths}"
+        cure = "Call the model bag by bag and accumulate gradients, or use an arm with dense attention (vit4)."
+        raise UserError(what, cure=cure)

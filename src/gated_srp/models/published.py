@@ -75,16 +75,13 @@ class _Checkpoint:
     def check(self, settings: Mapping[str, Any]) -> None:
         for setting, expected in settings.items():
             if (value := self.args.get(setting, expected)) != expected:
-                raise self.error(
-                    f"args[{setting!r}] is {value!r}, expected {expected!r}: no arm computes what this model does"
-                )
+                what = f"args[{setting!r}] is {value!r}, expected {expected!r}: no arm computes what this model does"
+                raise self.error(what)
 
     def shape(self, name: str, ndim: int = 2) -> torch.Size:
         if name not in self.weights or self.weights[name].ndim != ndim:
-            raise self.error(
-                f"{name!r} is missing or {'not a matrix' if ndim == 2 else 'of another shape'}",
-                cure="Expected a checkpoint of the published release.",
-            )
+            what = f"{name!r} is missing or {'not a matrix' if ndim == 2 else 'of another shape'}"
+            raise self.error(what, cure="Expected a checkpoint of the published release.")
         return self.weights[name].shape
 
 
@@ -113,10 +110,8 @@ def convert(checkpoint: str | Path, output: str | Path, *, classes: Sequence[str
     card: dict[str, Any] = {}
     if classes:
         if len(set(classes)) != outputs or len(classes) != outputs:
-            raise opened.error(
-                f"{len(set(classes))} classes are named, but the model has {outputs} outputs",
-                cure="Name each output once, in the order of training.",
-            )
+            what = f"{len(set(classes))} classes are named, but the model has {outputs} outputs"
+            raise opened.error(what, cure="Name each output once, in the order of training.")
         card = {"task": "multilabel" if model.images else "classification", "classes": list(classes)}
     if model.images:
         patch = isqrt(model.settings["in_dim"] // 3)
@@ -149,16 +144,12 @@ def _open(path: Path) -> _Checkpoint:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(
-            "no such file", where=str(path), cure="Expected a checkpoint of the published release, such as best.pt."
-        ) from None
+        cure = "Expected a checkpoint of the published release, such as best.pt."
+        raise UserError("no such file", where=str(path), cure=cure) from None
     except Exception as error:  # torch raises many kinds for broken or unsafe files
-        raise UserError(
-            f"cannot be read as tensors and plain settings ({type(error).__name__})",
-            where=str(path),
-            cure="Expected a checkpoint of the published release; files that hold other Python objects are not opened, since "
-            "that would run their code.",
-        ) from error
+        what = f"cannot be read as tensors and plain settings ({type(error).__name__})"
+        cure = "Expected a checkpoint of the published release; files that hold other Python objects are not opened, since that would run their code."
+        raise UserError(what, where=str(path), cure=cure) from error
     if not isinstance(checkpoint, dict) or not {"model", "args"} <= set(checkpoint):
         found = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise UserError(f"expected a dictionary with 'model' and 'args', found: {found}", where=str(path))
@@ -178,11 +169,8 @@ def _arm(checkpoint: _Checkpoint) -> str:
     elif "use_srp" in args:
         trunk, method = "vit_s16", _adp_method(checkpoint)
     else:
-        raise checkpoint.error(
-            "args has none of 'variant' (slide trainer), 'mode' (PANDA trainer), 'use_srp' (ADP trainer); "
-            f"found: {', '.join(map(str, args))}",
-            cure="Expected a checkpoint of the published release.",
-        )
+        what = f"args has none of 'variant' (slide trainer), 'mode' (PANDA trainer), 'use_srp' (ADP trainer); found: {', '.join(map(str, args))}"
+        raise checkpoint.error(what, cure="Expected a checkpoint of the published release.")
     checkpoint.check(_ALWAYS)
     if method not in ("", "xsa", "diff"):
         checkpoint.check(_ALWAYS_CORRECTED)
@@ -193,9 +181,8 @@ def _arm(checkpoint: _Checkpoint) -> str:
         return "vit4_gated_srp_published" if inputs == 4 else "vit4_gated_srp"
     arm = (method or trunk) if trunk == "na" else f"{trunk}_{method}" if method else trunk
     if arm not in ARMS:
-        raise checkpoint.error(
-            f"no arm is {trunk!r} with {method!r}", cure="Build the model from parts with SignedGate."
-        )
+        what = f"no arm is {trunk!r} with {method!r}"
+        raise checkpoint.error(what, cure="Build the model from parts with SignedGate.")
     return arm
 
 
@@ -224,9 +211,8 @@ def _adp_method(checkpoint: _Checkpoint) -> str:
         checkpoint.choice(setting, {"zero": False, "one": True}) for setting in ("alpha_cls_mode", "alpha_patch_mode")
     }
     if len(xsa) > 1:
-        raise checkpoint.error(
-            "alpha_cls_mode and alpha_patch_mode differ: XSA on one kind of row alone; no arm does that"
-        )
+        what = "alpha_cls_mode and alpha_patch_mode differ: XSA on one kind of row alone; no arm does that"
+        raise checkpoint.error(what)
     corrected, diff = bool(checkpoint.args["use_srp"]), bool(checkpoint.args.get("diff_transformer"))
     chosen = [name for name, on in (("use_srp", corrected), ("XSA", True in xsa), ("diff_transformer", diff)) if on]
     if len(chosen) > 1:
@@ -241,10 +227,8 @@ def _adp_method(checkpoint: _Checkpoint) -> str:
 def _gated_method(checkpoint: _Checkpoint) -> str:
     chosen = sorted({arm for s, values in _GATE_ABLATIONS.items() if (arm := checkpoint.choice(s, values))})
     if len(chosen) > 1:
-        raise checkpoint.error(
-            f"combines the ablations {' and '.join(chosen)}; no arm does",
-            cure="Build the model from parts with SignedGate.",
-        )
+        what = f"combines the ablations {' and '.join(chosen)}; no arm does"
+        raise checkpoint.error(what, cure="Build the model from parts with SignedGate.")
     return chosen[0] if chosen else "gated_srp"
 
 
@@ -253,9 +237,8 @@ def _fixed_method(checkpoint: _Checkpoint) -> str:
     values = {float(v) for w in held for v in w.flatten().tolist()}
     values -= {0.0} if len(values) > 1 else set()  # the last block, which reads CLS alone, may hold zeros
     if len(values) != 1 or not values <= set(_FIXED):
-        raise checkpoint.error(
-            f"blocks.*.attn.beta_patch holds {sorted(values)}, expected one coefficient of -1, 0, 1, 2 for all heads"
-        )
+        what = f"blocks.*.attn.beta_patch holds {sorted(values)}, expected one coefficient of -1, 0, 1, 2 for all heads"
+        raise checkpoint.error(what)
     return _FIXED[values.pop()]
 
 
@@ -271,20 +254,17 @@ def _renamed(checkpoint: _Checkpoint, expected: Mapping[str, Tensor]) -> dict[st
         if _LEFTOVER.match(name) or (ours not in expected and _dead_gate_part(ours, expected)):
             continue
         if ours not in expected:
-            raise checkpoint.error(
-                f"{name!r} does not fit a published layout of this variant", cure="Nothing was loaded."
-            )
+            what = f"{name!r} does not fit a published layout of this variant"
+            raise checkpoint.error(what, cure="Nothing was loaded.")
         if name == "patch_embed.proj.weight":
             tensor = tensor.flatten(1)  # a kernel of P x P with stride P is a linear layer on a patch's pixels
         if tensor.shape != expected[ours].shape:
-            raise checkpoint.error(
-                f"{name!r} has shape {tuple(tensor.shape)}, expected {tuple(expected[ours].shape)} from args"
-            )
+            what = f"{name!r} has shape {tuple(tensor.shape)}, expected {tuple(expected[ours].shape)} from args"
+            raise checkpoint.error(what)
         renamed[ours] = tensor
     if missing := next((name for name in expected if name not in renamed), None):
-        raise checkpoint.error(
-            f"{missing!r} is missing", cure="The checkpoint is incomplete or of another variant than its args say."
-        )
+        what = f"{missing!r} is missing"
+        raise checkpoint.error(what, cure="The checkpoint is incomplete or of another variant than its args say.")
     return renamed
 
 

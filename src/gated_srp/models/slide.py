@@ -189,28 +189,22 @@ class ImageTransformer(SlideTransformer):
         super()._check(features, graph)
         known = self.pos_embed.shape[1] - 1
         if features.shape[1] != known or set(graph.lengths) != {known}:
-            raise UserError(
-                f"{features.shape[1]} patches, but the model has learned positions for {known}",
-                where="features",
-                cure="It takes images of one size, that of its training; slides need an arm without learned positions, such as gated_srp.",
-            )
+            what = f"{features.shape[1]} patches, but the model has learned positions for {known}"
+            cure = "It takes images of one size, that of its training; slides need an arm without learned positions, such as gated_srp."
+            raise UserError(what, where="features", cure=cure)
 
 
 def check_bags(features: Tensor, graph: PatchGraph, in_dim: int) -> None:
     """Refuse features that are not (B, N, in_dim), or a graph of other rows than theirs."""
     shape = tuple(features.shape)
     if features.ndim != 3 or shape[-1] != in_dim or shape[1] == 0:
-        raise UserError(
-            f"shape {shape}, expected (B, N, {in_dim}) with at least one patch",
-            where="features",
-            cure="One bag needs a batch axis (features[None]); another last size means features of another encoder.",
-        )
+        what = f"shape {shape}, expected (B, N, {in_dim}) with at least one patch"
+        cure = "One bag needs a batch axis (features[None]); another last size means features of another encoder."
+        raise UserError(what, where="features", cure=cure)
     if graph.num_bags != shape[0] or graph.num_rows != shape[0] * shape[1] or graph.before:
-        raise UserError(
-            f"{graph.num_bags} bags and {graph.num_rows} rows for features {shape}",
-            where="graph",
-            cure="Build the graph from the coordinates of these patches alone (PatchGraph.from_coords); the model adds CLS and padding itself.",
-        )
+        what = f"{graph.num_bags} bags and {graph.num_rows} rows for features {shape}"
+        cure = "Build the graph from the coordinates of these patches alone (PatchGraph.from_coords); the model adds CLS and padding itself."
+        raise UserError(what, where="graph", cure=cure)
 
 
 def initialise(model: nn.Module, seed: int) -> None:

@@ -1,11 +1,12 @@
 """Models as files: one safetensors file with a JSON card inside, written whole or not at all. No pickle."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gated_srp.errors import UserError
-from gated_srp.files import write_whole
+from gated_srp.files import read_tensors, write_tensors
 from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
@@ -15,11 +16,7 @@ _EXPECTED = "Expected model.safetensors of a run, or of gated-srp convert."
 
 def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None) -> None:
     """Weights, settings and what else the ``card`` says about the model."""
-    from safetensors.torch import save
-
-    full = {"format": FORMAT, "settings": model.settings, **(card or {})}
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    write_whole(Path(path), save(tensors, metadata={"card": json.dumps(full, sort_keys=True)}))
+    write_tensors(Path(path), model.state_dict(), {"format": FORMAT, "settings": model.settings, **(card or {})})
 
 
 def model_file(run: Path) -> Path:
@@ -39,23 +36,17 @@ def model_file(run: Path) -> Path:
 
 def load_card(path: Path) -> dict[str, Any]:
     """What a model file says about itself."""
-    from safetensors import SafetensorError, safe_open
+    return _read(path, None)[0]
 
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"not a readable model file ({error})", where=path, cure=_EXPECTED) from error
-    if "card" not in metadata:
+
+def _read(path: Path, only: str | None = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    card, tensors = read_tensors(path, called="model file", cure=_EXPECTED, only=only)
+    if not card:
         raise UserError("holds tensors but no card of gated-srp", where=path, cure=_EXPECTED)
-    card: dict[str, Any] = json.loads(metadata["card"])
     if card.get("format", 0) > FORMAT:
-        raise UserError(
-            f"written in format {card['format']}, this version reads up to {FORMAT}",
-            where=path,
-            cure="Update gated-srp.",
-        )
-    return card
+        what = f"written in format {card['format']}, this version reads up to {FORMAT}"
+        raise UserError(what, where=path, cure="Update gated-srp.")
+    return card, tensors
 
 
 def load_model(path: str | Path) -> SlideModel:
@@ -77,9 +68,7 @@ def load_model(path: str | Path) -> SlideModel:
     >>> model(features[None], graph.with_features(features)).shape
     torch.Size([1, 2])
     """
-    from safetensors.torch import load_file
-
-    file = model_file(Path(path))
-    model = build_model(**load_card(file)["settings"])
-    model.load_state_dict(load_file(file))
+    card, weights = _read(model_file(Path(path)))
+    model = build_model(**card["settings"])
+    model.load_state_dict(weights)
     return model.eval()

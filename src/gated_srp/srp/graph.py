@@ -57,9 +57,8 @@ class PatchGraph:
         _check(coords, features, window, lattice)
         step = infer_stride(coords) if stride is None else float(stride)
         if not step > 0 or step == float("inf"):
-            raise UserError(
-                f"stride is {stride}: expected a positive number, the distance between neighbouring patches."
-            )
+            what = f"stride is {stride}: expected a positive number, the distance between neighbouring patches."
+            raise UserError(what)
         accept = floor_cells if lattice == "floor" else near_offsets
         neighbours, counts = accept(coords, step, window // 2)
         _check_density(counts, coords, step)
@@ -76,13 +75,11 @@ class PatchGraph:
     def batch(cls, graphs: Sequence["PatchGraph"]) -> Self:
         """Several graphs of patches as one: each bag is filled up with rows without neighbours to the longest."""
         if any(g.before or len(g.lengths) != 1 or g.num_rows != g.lengths[0] for g in graphs) or not graphs:
-            raise UserError(
-                "PatchGraph.batch: expected one or more graphs of patches alone (from from_coords or from_grid)."
-            )
+            what = "PatchGraph.batch: expected one or more graphs of patches alone (from from_coords or from_grid)."
+            raise UserError(what)
         if len({g.window for g in graphs}) != 1:
-            raise UserError(
-                f"PatchGraph.batch: windows differ ({sorted({g.window for g in graphs})}); build all graphs with one window."
-            )
+            what = f"PatchGraph.batch: windows differ ({sorted({g.window for g in graphs})}); build all graphs with one window."
+            raise UserError(what)
         rows = max(g.num_rows for g in graphs)
         full = [g.with_isolated(after=rows - g.num_rows) for g in graphs]
         starts = [sum(len(g.neighbours) for g in full[:i]) for i in range(len(full))]
@@ -214,11 +211,9 @@ def _check_finite(norms: Tensor) -> None:
     good = torch.isfinite(norms)
     if not good.all():
         bad = (~good).nonzero().flatten()
-        raise UserError(
-            f"{len(bad)} of {len(good)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}",
-            where="features",
-            cure="Drop those rows together with their coordinates, or extract the slide again.",
-        )
+        what = f"{len(bad)} of {len(good)} rows are not finite (NaN, infinity or too large for float32), the first is row {int(bad[0])}"
+        cure = "Drop those rows together with their coordinates, or extract the slide again."
+        raise UserError(what, where="features", cure=cure)
 
 
 def _lists(neighbours: Tensor, offsets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -235,30 +230,21 @@ def _offsets(counts: Tensor) -> Tensor:
 
 def _check(coords: Tensor, features: Tensor | None, window: int, lattice: str) -> None:
     if coords.ndim != 2 or coords.shape[1] != 2 or len(coords) == 0:
-        raise UserError(
-            f"shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner.",
-            where="coords",
-        )
+        what = f"shape {tuple(coords.shape)}, expected (N, 2) with at least one patch: x and y of each patch's corner."
+        raise UserError(what, where="coords")
     if coords.is_floating_point() and not torch.isfinite(coords).all():
-        raise UserError(
-            "some are NaN or infinite",
-            where="coords",
-            cure="Every patch needs a position: drop those patches or extract the slide again.",
-        )
+        cure = "Every patch needs a position: drop those patches or extract the slide again."
+        raise UserError("some are NaN or infinite", where="coords", cure=cure)
     if features is not None and (features.ndim != 2 or len(features) != len(coords)):
-        raise UserError(
-            f"shape {tuple(features.shape)} for {len(coords)} coordinates, expected ({len(coords)}, C)",
-            where="features",
-            cure="The two do not belong to the same slide file, or a batch axis is left.",
-        )
+        what = f"shape {tuple(features.shape)} for {len(coords)} coordinates, expected ({len(coords)}, C)"
+        cure = "The two do not belong to the same slide file, or a batch axis is left."
+        raise UserError(what, where="features", cure=cure)
     if window < 3 or window % 2 == 0:
-        raise UserError(
-            f"window is {window}: expected an odd number from 3 on (3 gives 8 neighbours, 5 gives 24, 7 gives 48)."
-        )
+        what = f"window is {window}: expected an odd number from 3 on (3 gives 8 neighbours, 5 gives 24, 7 gives 48)."
+        raise UserError(what)
     if lattice not in ("floor", "exact"):
-        raise UserError(
-            f"lattice is {lattice!r}: expected 'floor' (as published) or 'exact' (tolerant of several lattices)."
-        )
+        what = f"lattice is {lattice!r}: expected 'floor' (as published) or 'exact' (tolerant of several lattices)."
+        raise UserError(what)
 
 
 def _check_density(counts: Tensor, coords: Tensor, stride: float) -> None:
@@ -269,8 +255,6 @@ def _check_density(counts: Tensor, coords: Tensor, stride: float) -> None:
         observed = f"successive patches of a row or column are mostly {infer_stride(coords):g} apart"
     except UserError:
         observed = "no two patches share a row or a column"
-    raise UserError(
-        f"stride {stride:g} leaves {float(counts.double().mean()):.3f} neighbours per patch on average, so Gated SRP would do nothing; {observed}",
-        cure="Pass the distance between neighbouring patches in the units of coords, or leave stride out to have it inferred.",
-        kind="no_neighbours",
-    )
+    what = f"stride {stride:g} leaves {float(counts.double().mean()):.3f} neighbours per patch on average, so Gated SRP would do nothing; {observed}"
+    cure = "Pass the distance between neighbouring patches in the units of coords, or leave stride out to have it inferred."
+    raise UserError(what, cure=cure, kind="no_neighbours")
