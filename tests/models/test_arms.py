@@ -8,7 +8,7 @@ from gated_srp.config.cohort import ModelConfig
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
 from gated_srp.models.attention import DenseAttention
-from gated_srp.models.differential import DifferentialAttention
+from gated_srp.models.nystrom import DifferentialAttention
 from gated_srp.srp import FixedCoefficient, SignedGate
 
 SMALL = {"in_dim": 8, "num_outputs": 2, "dim": 12, "num_heads": 2, "depth": 2, "num_landmarks": 4}

@@ -6,8 +6,14 @@ from gated_srp_bench import textbook
 
 from gated_srp import PatchGraph, UserError
 from gated_srp.models.attention import DenseAttention
-from gated_srp.models.differential import DifferentialAttention, DifferentialNystrom
-from gated_srp.models.nystrom import NystromAttention, landmarks, pinv, segment_means
+from gated_srp.models.nystrom import (
+    DifferentialAttention,
+    DifferentialNystrom,
+    NystromAttention,
+    landmarks,
+    pinv,
+    segment_means,
+)
 
 GRAPH = PatchGraph.from_grid(1, 1)
 

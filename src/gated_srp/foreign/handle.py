@@ -13,7 +13,17 @@ from gated_srp.errors import UserError
 from gated_srp.files import read_tensors, write_tensors
 from gated_srp.foreign import huggingface, timm, torch_mha
 from gated_srp.foreign.neighbourhood import Neighbourhood
-from gated_srp.foreign.site import Adapter, AdapterSite, Found, Site, Taps, TapSite, block_of, reads_patches
+from gated_srp.foreign.site import (
+    Adapter,
+    AdapterSite,
+    Found,
+    Site,
+    Taps,
+    TapSite,
+    block_of,
+    number_of_heads,
+    reads_patches,
+)
 from gated_srp.srp import GatedSRP, PatchGraph
 
 Adapters = Mapping[str | type[nn.Module], Adapter | Taps]
@@ -251,20 +261,15 @@ def _named(model: nn.Module, adapters: Adapters) -> list[Site]:
 
 
 def _adapted(name: str, module: nn.Module, adapter: Any) -> Site:
-    if isinstance(adapter, Taps):
-        return TapSite(name, module, _heads(name, module), adapter)
-    if not callable(adapter) or isinstance(adapter, type):
+    if not isinstance(adapter, Taps) and (not callable(adapter) or isinstance(adapter, type)):
         cure = "Expected Taps(values, heads) or a function (module, *inputs) -> (y, v, finish)."
         raise UserError(f"{name!r} is to be reached by {adapter!r}", where="adapters", cure=cure)
-    return AdapterSite(name, module, _heads(name, module), adapter)
-
-
-def _heads(name: str, module: nn.Module) -> int:
-    for attribute in ("num_heads", "n_heads", "heads", "num_attention_heads"):
-        if isinstance(getattr(module, attribute, None), int):
-            return int(getattr(module, attribute))
-    what = "the number of heads is not known"
-    raise UserError(what, where=name, cure=f"Set it before attach: model.get_submodule({name!r}).num_heads = ...")
+    if (heads := number_of_heads(module)) is None:
+        cure = f"Set it before attach: model.get_submodule({name!r}).num_heads = ..."
+        raise UserError("the number of heads is not known", where=name, cure=cure)
+    if isinstance(adapter, Taps):
+        return TapSite(name, module, heads, adapter)
+    return AdapterSite(name, module, heads, adapter)
 
 
 def _check(

@@ -4,8 +4,7 @@ Shapes: B batch, H heads, L rows, D head width.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gated_srp.errors import UserError
-from gated_srp.foreign.site import Found, Site, blank_image, looking
+from gated_srp.foreign.site import Found, Site, blank_image, check_rows, looking, number_of_heads
 
 _PREFIX = "gated_srp_"
 _PROBE = "gated_srp_probe"
@@ -164,25 +163,20 @@ def find(model: nn.Module, trunk: nn.Module, grid: tuple[int, int] | None) -> Fo
         what = "Gated SRP is attached to it already, or to a part of it"
         cure = "handle.detach() first, or attach to another part of the model."
         raise UserError(what, where=type(trunk).__name__, cure=cure)
-    height, width = (
-        _pair(config.image_size)
-        if grid is None
-        else (g * p for g, p in zip(grid, _pair(config.patch_size), strict=True))
-    )
-    inputs: dict[str, Any] = {"pixel_values": blank_image(trunk, config.num_channels, height, width)}
+    sides, patch = _pair(config.image_size), _pair(config.patch_size)
+    if grid is not None:
+        sides = (grid[0] * patch[0], grid[1] * patch[1])
+    cells = (sides[0] // patch[0], sides[1] // patch[1])
+    inputs: dict[str, Any] = {"pixel_values": blank_image(trunk, config.num_channels, *sides)}
     called = _callers(trunk, inputs)
-    cells = tuple(side // patch for side, patch in zip((height, width), _pair(config.patch_size), strict=True))
     front = FRONT[kind](config)
-    for module, batch, rows in called:
-        if (batch, rows) != (1, front + cells[0] * cells[1]):
-            raise UserError(
-                f"sees {batch} x {rows} rows of an image of {cells[0]} x {cells[1]} patches and {front} rows in front; "
-                "attention in windows, or over other rows, hides neighbours from the correction",
-                where=type(module).__name__,
-            )
     names = {module: name for name, module in model.named_modules()}
-    sites: list[Site] = [InterfaceSite(names[m], m, _heads(m), trunk.config) for m, _, _ in called]
-    return Found(sites, (cells[0], cells[1]), front, trunk, inputs, partial(_remember, trunk))
+    sites: list[Site] = []
+    for module, seen in called:
+        check_rows(module, seen, cells, front)
+        heads = number_of_heads(module) or config.num_attention_heads
+        sites.append(InterfaceSite(names[module], module, heads, trunk.config))
+    return Found(sites, cells, front, trunk, inputs, partial(_remember, trunk))
 
 
 class _Live(dict[str, Any]):
@@ -197,12 +191,10 @@ def _remember(trunk: Any, handle: Any) -> None:
         return
     try:
         if not folder.is_dir() or not list(folder.glob("*.safetensors")):
-            raise UserError(
-                f"the model was saved with trained gates ({', '.join(f'{k} {card.get(k)}' for k in ('delta', 'hidden_dim', 'window'))}), "
-                "but the folder that it came from is not here, so these gates would start anew",
-                where=type(trunk).__name__,
-                cure="Load the model from a local folder, or del model.config.gated_srp before attach (and handle.load what handle.save wrote).",
-            )
+            settings = ", ".join(f"{key} {card.get(key)}" for key in ("delta", "hidden_dim", "window"))
+            what = f"saved with trained gates ({settings}), but the folder that it came from is not here, so these gates would start anew"
+            cure = "Load the model from a local folder, or del model.config.gated_srp before attach (and handle.load what handle.save wrote)."
+            raise UserError(what, where=type(trunk).__name__, cure=cure)
         handle.load(folder)
     except UserError:
         handle.detach()
@@ -210,51 +202,38 @@ def _remember(trunk: Any, handle: Any) -> None:
         raise
 
 
-def _callers(trunk: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, int, int]]:
-    """(attention module, batch, rows) in the order of the forward."""
-    seen: list[tuple[nn.Module, int, int]] = []
+def _callers(trunk: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, tuple[int, int]]]:
+    """Attention modules in the order of the forward, each with (batch, rows) that it saw."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    seen: list[tuple[nn.Module, tuple[int, int]]] = []
 
     def watch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-        seen.append((module, query.shape[0], query.shape[2]))
+        seen.append((module, (query.shape[0], query.shape[2])))
         return _base("eager", module)(module, query, key, value, mask, **kwargs)
 
-    with _interface(trunk, watch), looking(trunk):
-        trunk(**inputs)
+    configs: dict[int, Any] = {id(m.config): m.config for m in trunk.modules() if hasattr(m, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    AttentionInterface.register(_PROBE, watch)
+    AttentionMaskInterface.register(_PROBE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    try:
+        for config, _ in before:
+            config._attn_implementation = _PROBE
+        with looking(trunk):
+            trunk(**inputs)
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+        AttentionInterface.register(_PROBE, _finished)
     if not seen:
         what = "does not use the attention interface of transformers, so values and heads cannot be reached"
         raise UserError(what, where=type(trunk).__name__, cure=f"Name its attention: {_TAPS}.")
     return seen
 
 
-@contextmanager
-def _interface(trunk: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """All attention of the model through ``function`` for the length of the `with`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    configs: dict[int, Any] = {id(m.config): m.config for m in trunk.modules() if hasattr(m, "config")}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    AttentionInterface.register(_PROBE, function)
-    AttentionMaskInterface.register(_PROBE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    try:
-        for config, _ in before:
-            config._attn_implementation = _PROBE
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
-        AttentionInterface.register(_PROBE, _finished)
-
-
 def _finished(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("gated_srp_probe is an attention function of attach() alone")
-
-
-def _heads(module: Any) -> int:
-    for name in ("num_attention_heads", "num_heads"):
-        if isinstance(getattr(module, name, None), int):
-            return int(getattr(module, name))
-    return int(module.config.num_attention_heads)
 
 
 def _pair(size: Any) -> tuple[int, int]:

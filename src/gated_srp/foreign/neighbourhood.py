@@ -92,10 +92,10 @@ class Neighbourhood:
         batch, _, length, _ = y.shape
         known = self._known(batch, length, y.device)
         if known is None and self.measured:
+            what = f"attention over {batch} x {length} rows, but the first block saw {self._rows and self._rows.num_rows} in all"
+            why = "The model changes its rows between blocks, or the blocks were called one by one. "
             raise UserError(
-                f"attention over {batch} x {length} rows, but the first block saw {self._rows and self._rows.num_rows} in all: "
-                "the model changes its rows between blocks, or the blocks were called one by one",
-                cure="Call the whole model; models that merge or drop tokens cannot be corrected.",
+                what, cure=f"{why}Call the whole model; models that merge or drop tokens cannot be corrected."
             )
         self._rows = self._fit(batch, length, y.device) if known is None else known
         self._used, self._spent_inside = True, self._inside
@@ -121,12 +121,8 @@ class Neighbourhood:
 
     def _fit(self, batch: int, length: int, device: torch.device) -> PatchGraph:
         if self.graph is None:
-            raise UserError(
-                "the model has no graph yet",
-                where="attach",
-                cure="Call handle.set_graph(graph) with the graph of the patches before each bag, "
-                "or attach(model, grid=(height, width)) where the rows are always one grid.",
-            )
+            cure = "Call handle.set_graph(graph) before each bag, or attach(model, grid=(height, width)) where the rows are always one grid."
+            raise UserError("the model has no graph yet", where="attach", cure=cure)
         known = self._known(batch, length, device)
         if known is not None:
             return known
@@ -145,26 +141,23 @@ class Neighbourhood:
         """
         front = length - covered + graph.before
         whole = length == covered and graph.before > 0  # the graph speaks for every row: nothing is left to guess
-        if (
-            graph.num_bags != batch
-            or length < covered
-            or (not whole and self.front is not None and self.front != front)
-        ):
+        other = not whole and self.front is not None and self.front != front
+        if other or graph.num_bags != batch or length < covered:
             stand = "" if self.front is None else f" behind {self.front} rows of CLS and registers"
-            raise UserError(
-                f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches{stand}",
-                where="attach",
-                cure="Slides: handle.set_graph(graph) for each bag, PatchGraph.batch for several, and graph.with_isolated(before=..., after=...) "
-                "where there are other rows. Images of another size: handle.set_grid(height, width).",
+            what = (
+                f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches{stand}"
             )
+            cure = (
+                "Slides: handle.set_graph(graph) for each bag, PatchGraph.batch for several, and graph.with_isolated(before=..., after=...) "
+                "where there are other rows. Images of another size: handle.set_grid(height, width)."
+            )
+            raise UserError(what, where="attach", cure=cure)
         if self.front is None and not whole:
             if front > MOST_IN_FRONT:
-                raise UserError(
-                    f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches: is it the graph of another slide? "
-                    f"{front} rows would stand in front of the patches",
-                    where="attach",
-                    cure=f"Set the graph of this slide; or say it, if it is so: attach(model, front={front}).",
-                )
+                what = f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches: is it the graph of another slide?"
+                here = f"{front} rows would stand in front of the patches."
+                cure = f"{here} Set the graph of this slide; or say it, if it is so: attach(model, front={front})."
+                raise UserError(what, where="attach", cure=cure)
             self.front = front
 
 

@@ -145,8 +145,16 @@ class TapSite(Site):
         self._tap_hooks = []
 
     def _ends(self) -> tuple[nn.Module, nn.Module]:
-        values, heads = (_submodule(self.module, path, self.name) for path in (self.taps.values, self.taps.heads))
-        return values, heads
+        return self._inside(self.taps.values), self._inside(self.taps.heads)
+
+    def _inside(self, path: str) -> nn.Module:
+        try:
+            return self.module.get_submodule(path)  # type: ignore[no-any-return]
+        except AttributeError:
+            inside = ", ".join(name for name, _ in self.module.named_modules() if name) or "none"
+            what = f"{type(self.module).__name__} has no submodule '{path}'"
+            cure = f"Its submodules: {inside}. Where values or heads pass through none of them, write an adapter(module, *inputs) -> (y, v, finish)."
+            raise UserError(what, where=f"Taps of {self.name or 'the model'}", cure=cure) from None
 
     def _follow(self, module: nn.Module, args: Any) -> None:
         """peft puts its own layers around these ones: corrected heads must enter the new ones, values come out of them."""
@@ -180,9 +188,8 @@ class FusedTapSite(TapSite):
     def cls_attention(self, *args: Any, **kwargs: Any) -> Tensor | None:
         seen: list[Tensor] = []
         fused = self.module.fused_attn
-        hook = self.module.get_submodule("attn_drop").register_forward_pre_hook(
-            lambda _, inputs: seen.append(inputs[0])
-        )
+        dropout = self.module.get_submodule("attn_drop")
+        hook = dropout.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
             self.module.fused_attn, self._mapping = False, True
             type(self.module).forward(self.module, *args, **kwargs)
@@ -190,16 +197,6 @@ class FusedTapSite(TapSite):
             self.module.fused_attn, self._mapping, self._values = fused, False, None
             hook.remove()
         return self.patches(seen[0][:, :, 0]) if seen else None
-
-
-def _submodule(module: nn.Module, path: str, name: str) -> nn.Module:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        inside = ", ".join(name for name, _ in module.named_modules() if name) or "none"
-        what = f"{type(module).__name__} has no submodule '{path}'"
-        cure = f"Its submodules: {inside}. Where values or heads pass through none of them, write an adapter(module, *inputs) -> (y, v, finish)."
-        raise UserError(what, where=f"Taps of {name or 'the model'}", cure=cure) from None
 
 
 @dataclass
@@ -235,6 +232,22 @@ def looking(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def check_rows(module: nn.Module, seen: tuple[int, int], cells: tuple[int, int], front: int) -> None:
+    """Refuse attention that saw other rows, (batch, rows), than all of a blank image's patches and those in front."""
+    if seen != (1, front + cells[0] * cells[1]):
+        what = (
+            f"sees {seen[0]} x {seen[1]} rows of an image of {cells[0]} x {cells[1]} patches and {front} rows in front"
+        )
+        cure = "Attention in windows, or over other rows, hides neighbours from the correction."
+        raise UserError(what, where=type(module).__name__, cure=cure)
+
+
+def number_of_heads(module: nn.Module) -> int | None:
+    """As an attention module names it itself."""
+    names = ("num_heads", "n_heads", "heads", "num_attention_heads")
+    return next((int(heads) for name in names if isinstance(heads := getattr(module, name, None), int)), None)
 
 
 def blank_image(model: nn.Module, channels: int, height: int, width: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
-from gated_srp.foreign.site import Found, FusedTapSite, Site, Taps, blank_image, looking
+from gated_srp.foreign.site import Found, FusedTapSite, Site, Taps, blank_image, check_rows, looking
 
 
 class BiasedTapSite(FusedTapSite):
@@ -45,12 +45,9 @@ def find(model: nn.Module, trunk: Any, grid: tuple[int, int] | None) -> Found:
     """The attention layers of a timm model, found by calling it once on a blank image."""
     kind = type(trunk).__name__
     if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
-        raise UserError(
-            "no flat list of blocks over all patches (a Swin attends in windows, others merge or pool patches on the way), "
-            "so a patch does not see its neighbourhood",
-            where=f"timm {kind}",
-            cure="Supported: the VisionTransformer family and Eva.",
-        )
+        what = "no flat list of blocks over all patches (a Swin attends in windows, others merge or pool patches on the way)"
+        cure = "So a patch does not see its neighbourhood. Supported: the VisionTransformer family and Eva."
+        raise UserError(what, where=f"timm {kind}", cure=cure)
     front = int(trunk.num_prefix_tokens)
     cells = tuple(grid or getattr(trunk.patch_embed, "grid_size", None) or ())
     if len(cells) != 2:
@@ -59,13 +56,8 @@ def find(model: nn.Module, trunk: Any, grid: tuple[int, int] | None) -> Found:
     names = {module: name for name, module in model.named_modules()}
     rows = _rows_seen(trunk, image := _image(trunk, cells))
     sites: list[Site] = []
-    for module, shape in rows.items():
-        if shape != (1, front + cells[0] * cells[1]):
-            raise UserError(
-                f"{type(module).__name__} sees {shape[0]} x {shape[1]} rows of an image of {cells[0]} x {cells[1]} patches "
-                f"and {front} rows in front; attention in windows, or over other rows, hides neighbours from the correction",
-                where=f"timm {kind}",
-            )
+    for module, seen in rows.items():
+        check_rows(module, seen, cells, front)
         sites.append(_site(names[module], module))
     if not sites:
         what = "its blocks have no attention module with 'qkv' (or 'v_proj') and 'proj': values cannot be reached"
@@ -79,11 +71,11 @@ def _image(trunk: Any, cells: tuple[Any, ...]) -> Tensor:
     patch = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else getattr(embed, "patch_size", None)
     first = next((module for module in embed.modules() if isinstance(module, nn.Conv2d)), None)
     if patch is None or first is None:
-        raise UserError(
-            f"'patch_embed' is a {type(embed).__name__} that says neither how large a patch is nor how many channels an image has",
-            where=f"timm {type(trunk).__name__}",
-            cure="Name its attention: attach(model, adapters={AttentionClass: Taps('qkv', 'proj')}, grid=(height, width)).",
+        what = f"'patch_embed' is a {type(embed).__name__} that says neither how large a patch is nor how many channels an image has"
+        cure = (
+            "Name its attention: attach(model, adapters={AttentionClass: Taps('qkv', 'proj')}, grid=(height, width))."
         )
+        raise UserError(what, where=f"timm {type(trunk).__name__}", cure=cure)
     height, width = (int(cell) * int(side) for cell, side in zip(cells, patch, strict=True))
     return blank_image(trunk, first.in_channels, height, width)
 
@@ -108,20 +100,17 @@ def _rows_seen(trunk: nn.Module, image: Tensor) -> dict[nn.Module, tuple[int, in
 
 
 def _is_attention(module: nn.Module) -> bool:
-    fused, apart = getattr(module, "qkv", None), getattr(module, "v_proj", None)
-    return isinstance(module, nn.Module) and (fused is not None or apart is not None) and hasattr(module, "attn_drop")
+    values = any(getattr(module, name, None) is not None for name in ("qkv", "v_proj"))
+    return values and hasattr(module, "attn_drop")
 
 
 def _site(name: str, module: Any) -> Site:
-    heads = int(module.num_heads)
     apart = getattr(module, "v_proj", None) is not None
     width = module.v_proj.out_features if apart else module.qkv.out_features // 3
     if type(module).__name__.startswith("Diff") or width != module.proj.in_features:
         what = f"{type(module).__name__} has values of another width or number than its heads; Gated SRP cannot be attached to it"
         raise UserError(what, where=name)
-    taps = Taps(
-        "v_proj" if apart else "qkv", "norm" if isinstance(getattr(module, "norm", None), nn.Module) else "proj"
-    )
-    if getattr(module, "v_bias", None) is not None:
-        return BiasedTapSite(name, module, heads, taps)
-    return FusedTapSite(name, module, heads, taps)
+    normed = isinstance(getattr(module, "norm", None), nn.Module)
+    taps = Taps("v_proj" if apart else "qkv", "norm" if normed else "proj")
+    kind = FusedTapSite if getattr(module, "v_bias", None) is None else BiasedTapSite
+    return kind(name, module, int(module.num_heads), taps)

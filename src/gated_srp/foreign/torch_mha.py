@@ -42,9 +42,8 @@ class TorchSite(AdapterSite):
         return rows if rows is None or self.batch_first else rows.transpose(0, 1)
 
     def cls_attention(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        *_, finish = self_attention(
-            self.module, *args, **{**kwargs, "need_weights": True, "average_attn_weights": False}
-        )
+        wanted = {**kwargs, "need_weights": True, "average_attn_weights": False}
+        *_, finish = self_attention(self.module, *args, **wanted)
         return self.patches(finish.weights[:, :, 0])  # type: ignore[attr-defined]
 
 
@@ -56,9 +55,7 @@ class _Finish:
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         out_proj = self.module.out_proj
-        merged = z.permute(2, 0, 1, 3).flatten(
-            2
-        )  # (L, B, E), as PyTorch lays it out: the products then agree to the bit
+        merged = z.permute(2, 0, 1, 3).flatten(2)  # (L, B, E) as PyTorch lays it out, so that products agree to the bit
         out = F.linear(merged, out_proj.weight, out_proj.bias)
         weights = self.weights.mean(1) if self.weights is not None and self.average else self.weights
         if not self.batched:
@@ -90,23 +87,18 @@ def self_attention(
     if not batched and key_padding_mask is not None:
         key_padding_mask = key_padding_mask.unsqueeze(0)
     rows = F.linear(x, module.in_proj_weight, module.in_proj_bias)  # (L, B, 3 E)
-    q, k, v = (
-        part.unflatten(-1, (module.num_heads, -1)).permute(1, 2, 0, 3) for part in rows.chunk(3, -1)
-    )  # (B, H, L, D)
+    parts = (part.unflatten(-1, (module.num_heads, -1)) for part in rows.chunk(3, -1))
+    q, k, v = (part.permute(1, 2, 0, 3) for part in parts)  # (B, H, L, D)
     dropout = module.dropout if module.training else 0.0
-    if not need_weights and is_causal and key_padding_mask is None:
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return y, v, _Finish(module, batched, None, average_attn_weights)
-    mask = _additive(attn_mask, key_padding_mask, q)
     if not need_weights:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        causal = is_causal and key_padding_mask is None
+        mask = None if causal else _additive(attn_mask, key_padding_mask, q)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return y, v, _Finish(module, batched, None, average_attn_weights)
-    weights = F.dropout(_logits(q, k, mask).softmax(-1), dropout, training=module.training)
-    return (
-        _by_bag(torch.bmm(weights, _as_pytorch(v)), v),
-        v,
-        _Finish(module, batched, _by_bag(weights, v), average_attn_weights),
-    )
+    weights = _logits(q, k, _additive(attn_mask, key_padding_mask, q)).softmax(-1)
+    weights = F.dropout(weights, dropout, training=module.training)
+    y = _by_bag(torch.bmm(weights, _as_pytorch(v)), v)
+    return y, v, _Finish(module, batched, _by_bag(weights, v), average_attn_weights)
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
@@ -153,11 +145,8 @@ _TOWERS = ("visual", "vision_model", "vision_tower", "image_encoder", "visual_en
 def find(model: nn.Module) -> list[TorchSite]:
     """Every nn.MultiheadAttention of the model, in the order of registration."""
     modules = dict(model.named_modules())
-    around = {
-        name: [modules[path] for path in _ancestors(name)]
-        for name, module in modules.items()
-        if isinstance(module, nn.MultiheadAttention)
-    }
+    found = (name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
+    around = {name: [modules[path] for path in _ancestors(name)] for name in found}
     _refuse_towers(model, list(around))
     _refuse_other_queries(around)
     sites = []
@@ -187,13 +176,9 @@ def _refuse_other_queries(around: dict[str, list[nn.Module]]) -> None:
     other = [name for name, above in around.items() if _asks(above)]
     if other:
         stacks = [stack for name in around if name not in other and (stack := _stack(name))]
-        raise UserError(
-            "this MultiheadAttention reads the rows with queries of its own (a decoder or attention pooling); Gated SRP corrects self-attention",
-            where=other[0],
-            cure=f"Attach to the blocks alone: attach(model.{max(stacks, key=stacks.count)}, ...)."
-            if stacks
-            else "Attach to the encoder alone.",
-        )
+        part = f"blocks alone: attach(model.{max(stacks, key=stacks.count)}, ...)" if stacks else "encoder alone"
+        what = "this MultiheadAttention reads the rows with queries of its own (a decoder or attention pooling); Gated SRP corrects self-attention"
+        raise UserError(what, where=other[0], cure=f"Attach to the {part}.")
 
 
 def _asks(above: list[nn.Module]) -> bool:

@@ -1,13 +1,8 @@
-"""The paper's slide models, built by name. What reads published checkpoints is loaded on first use (PEP 562)."""
-
-from typing import TYPE_CHECKING, Any
+"""The paper's slide models, built by name, and their files."""
 
 from gated_srp.models.arms import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
 from gated_srp.models.slide import SlideModel, SlideTransformer
-from gated_srp.models.store import load_card, load_model, model_file, save_model
-
-if TYPE_CHECKING:
-    from gated_srp.models.published import convert, load_published
+from gated_srp.models.store import convert, load_card, load_model, load_published, model_file, save_model
 
 __all__ = [
     "ARMS",
@@ -26,11 +21,3 @@ __all__ = [
     "model_file",
     "save_model",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("convert", "load_published"):
-        raise AttributeError(f"module 'gated_srp.models' has no attribute {name!r}")
-    from gated_srp.models import published
-
-    return getattr(published, name)

@@ -5,35 +5,19 @@ Nobody outside this package takes an arm's name apart: what the rest needs to kn
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from gated_srp import srp
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
 from gated_srp.models.block import Adapter, Block, LastBlock
-from gated_srp.models.nystrom import NystromAttention
+from gated_srp.models.nystrom import DifferentialAttention, DifferentialNystrom, NystromAttention
 from gated_srp.models.slide import PPEG, ImageTransformer, SlideModel, SlideTransformer, initialise
-from gated_srp.srp import (
-    Coefficient,
-    Direction,
-    FixedCoefficient,
-    FourInputGate,
-    GatedSRP,
-    NeighbourMean,
-    OwnValue,
-    RandomDirection,
-    ShuffledNeighbours,
-    SignedGate,
-    SlideMean,
-    kaiming,
-    nonnegative,
-    range_free,
-    rectified,
-    xavier,
-)
+from gated_srp.srp import Coefficient, Direction, GatedSRP, NeighbourMean, OwnValue, SignedGate
 
 if TYPE_CHECKING:
     from gated_srp.models.peers import Peer
@@ -56,12 +40,11 @@ class Sizes:
         return kind(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
 
 
-@dataclass(frozen=True)
 class Gate:
     """Makes the signed gate of an arm; ``changes``: arguments of `SignedGate` that the ablation sets otherwise."""
 
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    kind: type[SignedGate] = SignedGate
+    def __init__(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> None:
+        self.kind, self.changes = kind, changes
 
     def __call__(self, sizes: Sizes) -> Coefficient:
         return sizes.gate(self.kind, **self.changes)
@@ -96,22 +79,23 @@ class Arm:
         return isinstance(self.coefficient, Gate)
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
-        blocks = self._blocks(sizes)
+        blocks = self.blocks(sizes)
         position = None if self.position is None else self.position(sizes.dim)
         return SlideTransformer(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
-
-    def _blocks(self, sizes: Sizes) -> list[Block]:
-        return [self._block(sizes, number) for number in range(sizes.depth)]
 
     def correction(self, sizes: Sizes) -> GatedSRP | Adapter | None:
         if self.coefficient is None:
             return None
         return GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
 
-    def _block(self, sizes: Sizes, number: int) -> Block:
-        last = number == sizes.depth - 1
-        correction = self.correction(sizes) if self.last or not last else None
-        return (LastBlock if last else Block)(sizes.dim, self.attention(sizes, number), correction=correction)
+    def blocks(self, sizes: Sizes) -> list[Block]:
+        blocks: list[Block] = []
+        for number in range(sizes.depth):
+            last = number == sizes.depth - 1
+            correction = self.correction(sizes) if self.last or not last else None
+            kind = LastBlock if last else Block
+            blocks.append(kind(sizes.dim, self.attention(sizes, number), correction=correction))
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -131,16 +115,16 @@ class ImageArm(Arm):
     defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
-        return ImageTransformer(
-            in_dim, num_outputs, blocks=self._blocks(sizes), num_patches=sizes.num_patches, drop_path=sizes.drop_path
-        )
+        blocks, patches = self.blocks(sizes), sizes.num_patches
+        return ImageTransformer(in_dim, num_outputs, blocks=blocks, num_patches=patches, drop_path=sizes.drop_path)
 
 
 @dataclass(frozen=True)
 class PeerArm:
-    """A model of another publication; ``make`` takes what it wants of the sizes. Facts as in `Arm`."""
+    """A model of another publication: a name in `peers` and the sizes that it takes. Facts as in `Arm`."""
 
-    make: Callable[[int, int, Sizes], "Peer"]
+    name: str
+    takes: tuple[str, ...] = ()
     title: str = ""
     gated: bool = False
 
@@ -152,7 +136,12 @@ class PeerArm:
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> "Peer":
-        return self.make(in_dim, num_outputs, sizes)
+        from gated_srp.models import peers  # a run of another arm does not load them
+
+        peer: Peer = getattr(peers, self.name)(
+            in_dim, num_outputs, **{name: getattr(sizes, name) for name in self.takes}
+        )
+        return peer
 
 
 def _nystrom(sizes: Sizes, number: int) -> Attention:
@@ -160,8 +149,6 @@ def _nystrom(sizes: Sizes, number: int) -> Attention:
 
 
 def _differential(sizes: Sizes, number: int) -> Attention:
-    from gated_srp.models.differential import DifferentialNystrom
-
     return DifferentialNystrom(sizes.dim, sizes.num_heads, depth=number, num_landmarks=sizes.num_landmarks)
 
 
@@ -174,24 +161,11 @@ def _local(sizes: Sizes, number: int) -> Attention:
 
 
 def _dense_differential(sizes: Sizes, number: int) -> Attention:
-    from gated_srp.models.differential import DifferentialAttention
-
     return DifferentialAttention(sizes.dim, sizes.num_heads, depth=number)
 
 
-def _peers() -> Any:
-    """Their module; a run of another arm does not load it."""
-    from gated_srp.models import peers
-
-    return peers
-
-
 def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
-    return lambda sizes: FixedCoefficient(value)
-
-
-def _gate(**changes: Any) -> Gate:
-    return Gate(changes)
+    return lambda sizes: srp.FixedCoefficient(value)
 
 
 _gated = partial(Arm, _nystrom)
@@ -203,60 +177,57 @@ ARMS: dict[str, Arm | PeerArm] = {
     "na": Arm(_nystrom, title="NA"),
     "xsa": _gated(_fixed(1.0), direction=lambda sizes: OwnValue(), last=True, title="XSA"),
     "diff": Arm(_differential, title="Diff"),
-    "gated_srp": _gated(_gate(), title="Gated SRP", method=True),
+    "gated_srp": _gated(Gate(), title="Gated SRP", method=True),
     # fixed projection strength
     "fixed_beta_minus1": _gated(_fixed(-1.0)),
     "fixed_beta_1": _gated(_fixed(1.0)),
     "fixed_beta_2": _gated(_fixed(2.0)),
     # gate range, gradients, factorisation, initialisation
-    "gated_srp_sigmoid": _gated(_gate(bound=nonnegative)),
-    "gated_srp_range_free": _gated(_gate(bound=range_free)),
-    "gated_srp_live": _gated(_gate(live=True)),
-    "gated_srp_token_only": _gated(_gate(head=False)),
-    "gated_srp_head_only": _gated(_gate(hidden_dim=None)),
-    "gated_srp_no_bias": _gated(_gate(bias=False)),
-    "gated_srp_xavier": _gated(_gate(init=xavier)),
-    "gated_srp_kaiming": _gated(_gate(init=kaiming)),
+    "gated_srp_sigmoid": _gated(Gate(bound=srp.nonnegative)),
+    "gated_srp_range_free": _gated(Gate(bound=srp.range_free)),
+    "gated_srp_live": _gated(Gate(live=True)),
+    "gated_srp_token_only": _gated(Gate(head=False)),
+    "gated_srp_head_only": _gated(Gate(hidden_dim=None)),
+    "gated_srp_no_bias": _gated(Gate(bias=False)),
+    "gated_srp_xavier": _gated(Gate(init=srp.xavier)),
+    "gated_srp_kaiming": _gated(Gate(init=srp.kaiming)),
     # controls: the same gate on another axis, a gate that only removes, weights without a direction
-    "axis_own_value": _gated(_gate(), direction=lambda sizes: OwnValue()),
-    "axis_slide_mean": _gated(_gate(), direction=lambda sizes: SlideMean()),
+    "axis_own_value": _gated(Gate(), direction=lambda sizes: OwnValue()),
+    "axis_slide_mean": _gated(Gate(), direction=lambda sizes: srp.SlideMean()),
     "axis_random": _gated(
-        _gate(), direction=lambda sizes: RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)
+        Gate(), direction=lambda sizes: srp.RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)
     ),
-    "gated_srp_nonnegative": _gated(_gate(bound=rectified)),
-    "axis_shuffled": _gated(_gate(), direction=lambda sizes: ShuffledNeighbours()),
+    "gated_srp_nonnegative": _gated(Gate(bound=srp.rectified)),
+    "axis_shuffled": _gated(Gate(), direction=lambda sizes: srp.ShuffledNeighbours()),
     "adapter": AdaptedArm(_nystrom),
     # dense attention over variable lengths
     "vit4": _vit4(_dense),
     "vit4_xsa": _vit4(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
     "vit4_diff": _vit4(_dense_differential),
-    "vit4_gated_srp": _vit4(_dense, _gate(), method=True),
+    "vit4_gated_srp": _vit4(_dense, Gate(), method=True),
     "vit4_fixed_beta_minus1": _vit4(_dense, _fixed(-1.0)),
     "vit4_fixed_beta_1": _vit4(_dense, _fixed(1.0)),
     "vit4_fixed_beta_2": _vit4(_dense, _fixed(2.0)),
     # as the release trained them on PANDA: the architecture table's gate, and a Diff that is not dense
-    "vit4_gated_srp_published": _vit4(_dense, Gate(kind=FourInputGate)),
+    "vit4_gated_srp_published": _vit4(_dense, Gate(srp.FourInputGate)),
     "diff_no_ppeg": Arm(_differential, position=None),
     # images, dense attention over a fixed grid
     "vit_s16": _vit_s16(_dense),
     "vit_s16_xsa": _vit_s16(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
     "vit_s16_diff": _vit_s16(_dense_differential),
-    "vit_s16_gated_srp": _vit_s16(_dense, _gate(), method=True),
+    "vit_s16_gated_srp": _vit_s16(_dense, Gate(), method=True),
     "vit_s16_fixed_beta_minus1": _vit_s16(_dense, _fixed(-1.0)),
     "vit_s16_fixed_beta_1": _vit_s16(_dense, _fixed(1.0)),
     "vit_s16_fixed_beta_2": _vit_s16(_dense, _fixed(2.0)),
     # peers, at the width of the others; TransMIL and CLAM as published
     "local_attention": Arm(_local),
-    "mean_pool": PeerArm(lambda i, o, sizes: _peers().MeanPool(i, o, dim=sizes.dim)),
-    "abmil": PeerArm(lambda i, o, sizes: _peers().ABMIL(i, o, dim=sizes.dim)),
-    "srp_abmil": PeerArm(
-        lambda i, o, sizes: _peers().srp_abmil(i, o, dim=sizes.dim, delta=sizes.delta, hidden_dim=sizes.hidden_dim),
-        gated=True,
-    ),
-    "dsmil": PeerArm(lambda i, o, sizes: _peers().DSMIL(i, o, dim=sizes.dim)),
-    "clam_sb": PeerArm(lambda i, o, sizes: _peers().CLAM(i, o)),
-    "transmil": PeerArm(lambda i, o, sizes: _peers().TransMIL(i, o)),
-    "linear_probe": PeerArm(lambda i, o, sizes: _peers().LinearProbe(i, o)),
+    "mean_pool": PeerArm("MeanPool", ("dim",)),
+    "abmil": PeerArm("ABMIL", ("dim",)),
+    "srp_abmil": PeerArm("srp_abmil", ("dim", "delta", "hidden_dim"), gated=True),
+    "dsmil": PeerArm("DSMIL", ("dim",)),
+    "clam_sb": PeerArm("CLAM"),
+    "transmil": PeerArm("TransMIL"),
+    "linear_probe": PeerArm("LinearProbe"),
 }
 
 

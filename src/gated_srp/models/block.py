@@ -5,6 +5,7 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C channels, R row
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,23 +75,21 @@ class Block(nn.Module):
         self.mlp = FeedForward(dim, mlp_ratio * dim)
 
     def forward(
-        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, scratch: Scratch | None = None
+        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, scratch: Scratch | None = None
     ) -> Tensor:
-        if one_pass(*self._parts(), x=x, keep=keep):
+        if self._in_one_pass(x, keep):
             return block_by_rows(self, x, graph, scratch)
         y, v = self.attn(self.norm1(x), graph)
         x = self._add(x, self._merge(y, v, graph), keep, 0)
         return self._add(x, self.mlp(self.norm2(x)), keep, 1)
 
-    def _parts(self) -> list[nn.Module | None]:
-        """Modules that are not called as such when a bag passes in one go."""
-        return [*self.attn.modules(), *self.mlp.modules(), self.correction]
-
-    def cls_attention(
-        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, scratch: Scratch | None = None
-    ) -> Tensor:
+    def cls_attention(self, x: Tensor, graph: PatchGraph, *_: Any, **__: Any) -> Tensor:
         """Attention of CLS to the patches, (H, N) for one bag."""
         return graph.patches(self.attn.cls_map(self.norm1(x), graph))
+
+    def _in_one_pass(self, x: Tensor, keep: Tensor | None) -> bool:
+        """Then these modules are not called as such."""
+        return one_pass(*self.attn.modules(), *self.mlp.modules(), self.correction, x=x, keep=keep)
 
     def _merge(self, y: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         if self.correction is not None:
@@ -112,9 +111,9 @@ class LastBlock(Block):
     """The last block of a model whose head reads CLS alone: keys and values of all rows, everything else for one. (B, 1, C)."""
 
     def forward(
-        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, *, scratch: Scratch | None = None
+        self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, scratch: Scratch | None = None
     ) -> Tensor:
-        if one_pass(*self._parts(), x=x, keep=keep):
+        if self._in_one_pass(x, keep):
             y, v = first_row(self.attn, x, self.norm1, graph, scratch)
         else:
             y, v = self.attn.first_row(self.norm1(x), graph)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gated_srp.models.attention import check_heads, merge_heads, split_heads
 from gated_srp.models.nystrom import check_one_length, nystrom, nystrom_map, segment_means
-from gated_srp.models.slide import PPEG, Loss, SlideModel, check_bags
+from gated_srp.models.slide import PPEG, Device, Loss, SlideModel, check_bags
 from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
 from gated_srp.srp.projection import chunks
 
@@ -30,9 +30,7 @@ class Peer(SlideModel):
         self.checkpointing = False  # nothing here is deep enough to be recomputed
         self.correction: GatedSRP | None = None  # `trace` shows the attention of models that also have `cls_attention`
 
-    def draw_keep(
-        self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Tensor:
+    def draw_keep(self, batch: int, *, device: Device = "cpu", generator: torch.Generator | None = None) -> Tensor:
         """The seed of a forward's dropout, (1,)."""
         return torch.randint(2**62, (1,), device=device, generator=generator)
 
@@ -237,9 +235,8 @@ class TransMILLayer(nn.Module):
         self.correction: GatedSRP | None = None  # for `trace`
         self.norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.residual = nn.Conv2d(
-            num_heads, num_heads, (kernel, 1), padding=(kernel // 2, 0), groups=num_heads, bias=False
-        )
+        around = (kernel // 2, 0)
+        self.residual = nn.Conv2d(num_heads, num_heads, (kernel, 1), padding=around, groups=num_heads, bias=False)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, graph: PatchGraph) -> Tensor:
@@ -253,9 +250,8 @@ class TransMILLayer(nn.Module):
         """F[cls] pinv(A) B, patch columns: (H, N) for one bag."""
         q, k, _, q_marks, k_marks = self._heads(x)
         front = q.shape[2] - x.shape[1]
-        return graph.patches(
-            nystrom_map(q[:, :, front : front + 1], k.unbind(1), q_marks, k_marks).squeeze(2)[..., front:]
-        )
+        weights = nystrom_map(q[:, :, front : front + 1], k.unbind(1), q_marks, k_marks)
+        return graph.patches(weights.squeeze(2)[..., front:])
 
     def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v (B, H, P + L, D) and the landmarks of q and k (B, H, M, D)."""
@@ -269,16 +265,9 @@ class TransMIL(Peer):
     """Linear and ReLU to C channels, rows repeated from the first on to a square, CLS; layer, PPEG, layer; LayerNorm, CLS, linear."""
 
     def __init__(
-        self,
-        in_dim: int,
-        num_outputs: int,
-        *,
-        dim: int = 512,
-        num_heads: int = 8,
-        num_landmarks: int = 256,
-        dropout: float = 0.1,
+        self, in_dim: int, num_outputs: int, *, dim: int = 512, num_heads: int = 8, num_landmarks: int = 256
     ) -> None:
-        super().__init__(in_dim, dropout=dropout)
+        super().__init__(in_dim, dropout=0.1)
         self.in_proj = nn.Linear(in_dim, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.layers = nn.ModuleList(TransMILLayer(dim, num_heads, num_landmarks) for _ in range(2))

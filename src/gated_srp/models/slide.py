@@ -21,6 +21,7 @@ from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.srp.coefficient import Coefficient
 from gated_srp.streams import stream
 
+Device = torch.device | str
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), targets -> a number
 
 
@@ -42,9 +43,7 @@ class SlideModel(nn.Module):
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
-    def draw_keep(
-        self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Tensor:
+    def draw_keep(self, batch: int, *, device: Device = "cpu", generator: torch.Generator | None = None) -> Tensor:
         raise NotImplementedError
 
     def training_loss(
@@ -122,7 +121,7 @@ class SlideTransformer(SlideModel):
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         """``features`` (B, N, in_dim), ``graph`` of the patches alone, ``keep`` from `draw_keep` (drawn here in training) -> (B, outputs)."""
-        self._check(features, graph)
+        check_bags(features, graph, self.in_proj.in_features)
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
         scratch = Scratch() if one_pass(self.ppeg, *self.blocks) else None
@@ -149,16 +148,11 @@ class SlideTransformer(SlideModel):
         first, rest = torch.split(x, [missing, patches - missing], dim=1)
         return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1), graph
 
-    def draw_keep(
-        self, batch: int, *, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Tensor:
+    def draw_keep(self, batch: int, *, device: Device = "cpu", generator: torch.Generator | None = None) -> Tensor:
         """Drop-path factors (depth, 2, batch): 0 with a probability that rises linearly over depth, else 1 / (1 - it)."""
         rates = torch.linspace(0, self.drop_path, len(self.blocks), device=device).view(-1, 1, 1)
         draws = torch.rand(len(self.blocks), 2, batch, device=device, generator=generator)
         return (draws >= rates) / (1 - rates)
-
-    def _check(self, features: Tensor, graph: PatchGraph) -> None:
-        check_bags(features, graph, self.in_proj.in_features)
 
 
 class ImageTransformer(SlideTransformer):
@@ -181,17 +175,14 @@ class ImageTransformer(SlideTransformer):
         self.gated = any(isinstance(module, SignedGate) for module in self.modules())
 
     def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
-        x, rows = super().tokens(features, graph, scratch)
-        x = x + self.pos_embed.to(x.dtype)  # (B, L, C)
-        return x, rows.with_tokens(x.flatten(0, 1)) if self.gated else rows
-
-    def _check(self, features: Tensor, graph: PatchGraph) -> None:
-        super()._check(features, graph)
         known = self.pos_embed.shape[1] - 1
         if features.shape[1] != known or set(graph.lengths) != {known}:
             what = f"{features.shape[1]} patches, but the model has learned positions for {known}"
             cure = "It takes images of one size, that of its training; slides need an arm without learned positions, such as gated_srp."
             raise UserError(what, where="features", cure=cure)
+        x, rows = super().tokens(features, graph, scratch)
+        x = x + self.pos_embed.to(x.dtype)  # (B, L, C)
+        return x, rows.with_tokens(x.flatten(0, 1)) if self.gated else rows
 
 
 def check_bags(features: Tensor, graph: PatchGraph, in_dim: int) -> None:

@@ -18,7 +18,7 @@ from gated_srp.data.loader import SlideBag
 from gated_srp.data.prepared import Preparation, kept_rows, open_header
 from gated_srp.errors import Note, UserError
 from gated_srp.models import model_file
-from gated_srp.models.differential import DifferentialAttention
+from gated_srp.models.nystrom import DifferentialAttention
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, trace
 from gated_srp.training.trained import TrainedRun, open_slide

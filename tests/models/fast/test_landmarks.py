@@ -5,7 +5,7 @@ import torch
 
 from gated_srp.models.attention import split_heads
 from gated_srp.models.fast import in_row_chunks, plain_forwards
-from gated_srp.models.fast.landmarks import Gathered, attend, landmark_logits
+from gated_srp.models.fast.gradients import Gathered, attend, landmark_logits
 from gated_srp.models.nystrom import NystromAttention
 from gated_srp.srp import PatchGraph
 

@@ -1,6 +1,6 @@
 """Fast forms of what the model classes write plainly, and the one place that says when they take over.
 
-`gradients`: parts of a block with hand-written backwards, in row chunks. `landmarks`: Nystrom attention in row chunks.
+`gradients`: parts of a block with hand-written backwards and Nystrom attention, in row chunks.
 `inference`: a prediction in one pass over the rows, in memory that the blocks share. Each equals the plain form (tests/models/test_fast.py).
 """
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gated_srp.models.attention import Attention, merge_heads, split_heads, weights
 from gated_srp.models.fast import in_row_chunks, product_dtype
-from gated_srp.models.fast.landmarks import Gathered, row_layers, spread
+from gated_srp.models.fast.gradients import Gathered, row_layers, spread
 from gated_srp.models.nystrom import NystromAttention, means_of_segments, pinv, segment_size
 from gated_srp.srp import PatchGraph
 from gated_srp.srp.projection import chunks, linear_into
