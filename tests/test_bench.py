@@ -1,6 +1,7 @@
 """The benchmark measures what it says; its figures are plain ratios. Nothing here asserts a time."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from gated_srp.cli import app
-from gated_srp.cli.bench import bench as run_bench
 from gated_srp.errors import UserError
 
 
@@ -149,6 +149,7 @@ def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, 
 
 
 def test_without_the_benchmark_the_command_says_where_to_find_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"has no benchmark.*PYTHONPATH=benchmarks gated-srp bench"):
-        run_bench()
+    monkeypatch.setattr("gated_srp.cli.find_spec", lambda name: None)
+    refused = CliRunner().invoke(app, ["bench"]).exception
+    assert isinstance(refused, UserError)
+    assert re.search(r"has no benchmark.*PYTHONPATH=benchmarks gated-srp bench", str(refused))

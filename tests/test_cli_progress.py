@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from gated_srp.cli.progress import show_progress
+from gated_srp.cli.screen import show_progress
 from gated_srp.progress import Event
 
 
@@ -36,7 +36,7 @@ def test_texts_of_counted_items_are_lines_and_inner_counts_are_left_out():
 
 def test_a_text_that_changes_all_the_time_is_a_line_now_and_then(monkeypatch):
     clock = iter(range(0, 1000, 20))
-    monkeypatch.setattr("gated_srp.cli.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("gated_srp.cli.screen.time.monotonic", lambda: next(clock))
     console = pipe()
     with show_progress(console) as progress:
         for done in range(3):

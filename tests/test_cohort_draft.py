@@ -7,7 +7,7 @@ from factories import make_slide, write_atlaspatch, write_trident
 from typer.testing import CliRunner
 
 import gated_srp
-from gated_srp.cli.first import init
+from gated_srp.cli.cohorts import init
 from gated_srp.cohort_draft import draft_cohort
 from gated_srp.config import load_config, open_cohort
 from gated_srp.errors import UserError

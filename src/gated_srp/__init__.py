@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from gated_srp.slides.extract import extract
     from gated_srp.srp import GatedSRP, PatchGraph
     from gated_srp.srp.trace import trace
-    from gated_srp.study import compare, reproduce, stats, tune
+    from gated_srp.study.comparison import compare, stats
+    from gated_srp.study.reproduction import reproduce
+    from gated_srp.study.tuning import tune
     from gated_srp.training.evaluate import evaluate
     from gated_srp.training.predict import predict
     from gated_srp.training.train import train

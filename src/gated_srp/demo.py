@@ -25,7 +25,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 from gated_srp.errors import UserError
-from gated_srp.files import whole, write_whole
+from gated_srp.files import whole, write_json, write_whole
 
 NAME = "demo"
 _MADE = "generated.json"  # written last: the cohort is complete
@@ -95,8 +95,7 @@ def make_slide(rng: np.random.Generator, recipe: Recipe, axes: np.ndarray, foci:
 
 def _smooth(rng: np.random.Generator, shape: tuple[int, int], sigma: float) -> np.ndarray:
     field: np.ndarray = gaussian_filter(rng.standard_normal(shape), sigma)
-    unit: np.ndarray = (field - field.mean()) / field.std()
-    return unit
+    return np.asarray((field - field.mean()) / field.std())
 
 
 def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - frozen
@@ -104,7 +103,9 @@ def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - fro
     made = home / _MADE
     if made.is_file() and json.loads(made.read_text(encoding="utf-8")) == json.loads(json.dumps(asdict(recipe))):
         return False
-    if home.exists() and (not home.is_dir() or (any(home.iterdir()) and not made.is_file() and not _ours(home))):
+    inside = {path.name for path in home.iterdir()} if home.is_dir() else set()
+    stopped = "about.txt" in inside and inside <= _OWN  # a demo that was stopped while generating its cohort
+    if home.exists() and (not home.is_dir() or (inside and not made.is_file() and not stopped)):
         what = "exists already and is no demo's folder"
         raise UserError(what, where=home, cure="Choose another with -o, or remove it.")
     write_whole(home / "about.txt", recipe.words() + "\n")
@@ -118,7 +119,9 @@ def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - fro
             slide = make_slide(rng, recipe, axes, foci)
             counts.append(foci)
             write_trident(home / _TREE / f"{patient}_{part}.h5", slide, recipe)
-            write_truth(home / "truth" / f"{patient}_{part}.csv", slide)
+            # Whether each patch is a focus, for `gated-srp heatmap --value`.
+            truth = [("x", "y", "true_focus"), *np.c_[slide.cells * _PATCH, slide.focal].tolist()]
+            _write_table(home / "truth" / f"{patient}_{part}.csv", truth)
             slides.append((f"{patient}_{part}", patient, "foci" if focal else "no foci"))
         patients.append((patient, *_fate(rng, sum(counts) / len(counts))))
     _write_table(home / "slides.csv", slides)
@@ -126,13 +129,8 @@ def generate(home: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008 - fro
     write_whole(home / "cohort.yaml", _YAML.format(name=NAME, table="slides.csv", what="target: label"))
     survival = "task: survival\ntime: time_days\nevent: event"
     write_whole(home / "survival.yaml", _YAML.format(name=f"{NAME}-survival", table="survival.csv", what=survival))
-    write_whole(made, json.dumps(asdict(recipe), indent=2) + "\n")
+    write_json(made, asdict(recipe))
     return True
-
-
-def _ours(home: Path) -> bool:
-    """A demo that was stopped while generating its cohort."""
-    return (home / "about.txt").is_file() and {path.name for path in home.iterdir()} <= _OWN
 
 
 _OWN = {"about.txt", "features", "truth", "slides.csv", "survival.csv", "cohort.yaml", "survival.yaml"}
@@ -160,36 +158,18 @@ def _fate(rng: np.random.Generator, foci: float) -> tuple[str, str]:
     return f"{max(1.0, min(death, end)):.0f}", str(int(death <= end))
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
 def write_trident(path: Path, slide: Generated, recipe: Recipe) -> None:
     """Features as TRIDENT writes them: the same arrays and attributes, at the same place in the tree."""
     with whole(path) as draft, h5py.File(draft, "w") as file:
         features = file.create_dataset("features", data=slide.features)
         features.attrs.update({"name": path.stem, "encoder": "demo64"})
         coords = file.create_dataset("coords", data=slide.cells * _PATCH)
-        coords.attrs.update(
-            {
-                "patch_size": 256,
-                "patch_size_level0": _PATCH,
-                "level0_magnification": 40,
-                "target_magnification": 20,
-                "overlap": 0,
-                "name": path.stem,
-                "level0_width": recipe.columns * _PATCH,
-                "level0_height": recipe.rows * _PATCH,
-            }
-        )
+        sizes = {"level0_width": recipe.columns * _PATCH, "level0_height": recipe.rows * _PATCH}
+        scale = {"patch_size": 256, "patch_size_level0": _PATCH, "level0_magnification": 40, "target_magnification": 20}
+        coords.attrs.update({**scale, "overlap": 0, "name": path.stem, **sizes})
 
 
-def write_truth(path: Path, slide: Generated) -> None:
-    """x, y and true_focus of each patch, for `gated-srp heatmap --value`."""
-    rows = [(x, y, int(inside)) for (x, y), inside in zip((slide.cells * _PATCH).tolist(), slide.focal, strict=True)]
-    _write_table(path, [("x", "y", "true_focus"), *rows])
-
-
-def _write_table(path: Path, rows: Sequence[tuple[object, ...]]) -> None:
+def _write_table(path: Path, rows: Sequence[Sequence[object]]) -> None:
     write_whole(path, "".join(",".join(map(str, row)) + "\n" for row in rows))
 
 
@@ -217,12 +197,14 @@ def steps(home: Path) -> Iterator[Step]:
     file, out = str(home / _TREE / f"{slide}.h5"), ("-o", str(home / "heatmaps"))
     truth = ("heatmap", file, "--value", str(home / "truth" / f"{slide}.csv"), "--percentile", *out)
     yield Step(f"the true foci of {slide}, the first test slide that has any", truth)
-    for layer in ("1", "2"):
-        attention = ("heatmap", str(run), file, "--value", "attention", "--layer", layer, *out)
-        yield Step(f"what the model attends to in layer {layer}", attention)
-    yield Step("what its gates do there", ("heatmap", str(run), file, "--value", "beta", *out))
-    yield Step("where its gates draw attention to", ("heatmap", str(run), file, "--value", "change", *out))
-    yield Step("how alike its neighbours are", ("heatmap", str(run), file, "--value", "homogeneity", *out))
+    for words, *value in (
+        ("what the model attends to in layer 1", "attention", "--layer", "1"),
+        ("what the model attends to in layer 2", "attention", "--layer", "2"),
+        ("what its gates do there", "beta"),
+        ("where its gates draw attention to", "change"),
+        ("how alike its neighbours are", "homogeneity"),
+    ):
+        yield Step(words, ("heatmap", str(run), file, "--value", *value, *out))
     yield Step("everything on one page", ("report", str(home), "-o", str(home / "report.html")))
 
 

@@ -45,6 +45,11 @@ def write_whole(path: Path, content: bytes | memoryview | str) -> None:
         os.fsync(file.fileno())
 
 
+def write_json(path: Path, content: object) -> None:
+    """In lines, for readers too; a number that is none is refused."""
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
 def write_image(image: "Image", path: Path) -> None:
     """Write a picture whole, in the format of its ending."""
     buffer = BytesIO()

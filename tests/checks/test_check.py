@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import gated_srp
 from gated_srp.checks.check import check
 from gated_srp.checks.survey import look_at, survey
-from gated_srp.cli import data as commands
+from gated_srp.cli import cohorts as commands
 from gated_srp.config.load import load_config
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError

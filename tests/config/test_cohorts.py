@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gated_srp.cli.data import splits
+from gated_srp.cli.cohorts import splits
 from gated_srp.config.presets import COHORTS, Cohort, Gate, find_cohort
 from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError

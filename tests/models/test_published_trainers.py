@@ -254,7 +254,7 @@ def test_a_converted_model_knows_its_classes_its_images_and_its_window(tmp_path)
 
 
 def test_the_command_converts_and_names_the_outputs(tmp_path, capsys):
-    from gated_srp.cli.models import convert as command
+    from gated_srp.cli.runs import convert as command
 
     _, args, has, _, leftovers = PANDA_CASES["vit4 gated"]
     written(tmp_path / "best.pt", PANDA | args, layout(**SLIDES, **has, leftovers=tuple(leftovers)), leftovers)

@@ -234,9 +234,9 @@ def test_the_settings_on_the_page_are_those_of_the_run(home, page):
 def test_the_command_says_where_the_page_is(home, tmp_path):
     import typer
 
-    from gated_srp.cli import first
+    from gated_srp.cli import slides
 
     app = typer.Typer()
-    app.command()(first.report)
+    app.command()(slides.report)
     said = CliRunner().invoke(app, [str(home), "-o", str(tmp_path / "r.html")])
     assert said.exit_code == 0 and f"written: {tmp_path / 'r.html'}" in said.output

@@ -8,7 +8,7 @@ from factories import make_slide, write_clam
 from PIL import Image
 from typer.testing import CliRunner
 
-from gated_srp.cli import data as commands
+from gated_srp.cli import cohorts as commands
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
 from gated_srp.reports.redundancy import (

@@ -4,8 +4,7 @@ import pandas as pd
 import pytest
 
 import gated_srp
-from gated_srp.study.claims import judge_claims, read_claims
-from gated_srp.study.paper import read_published, read_studies, studies_folder
+from gated_srp.study.paper import judge_claims, read_claims, read_published, read_studies, studies_folder
 
 CLAIMS = judge_claims(
     read_claims(studies_folder() / "claims.yaml"), read_published(studies_folder() / "published.yaml")

@@ -11,8 +11,7 @@ from study.study_cells import cells, finish
 from training.toy_cohorts import open_config, write_cohort
 
 from gated_srp.study.cells import Cell, Row, plan
-from gated_srp.study.engine import Board
-from gated_srp.study.running import run_ray, write_job_array
+from gated_srp.study.engine import Board, run_ray, write_job_array
 from gated_srp.training.train import train
 
 # Eight steps of which each is saved; ends when its lifeline does; says where it began.

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import gated_srp
 from gated_srp.cli import studies
-from gated_srp.cli.progress import show_progress
+from gated_srp.cli.screen import show_progress
 from gated_srp.errors import UserError
 from gated_srp.study import Declined
 from gated_srp.study.cells import Row, plan

@@ -9,8 +9,8 @@ from image_cohorts import write_image
 from gated_srp.config import COHORTS
 from gated_srp.study.cells import Cell
 from gated_srp.study.comparison import collect
-from gated_srp.study.paper import Sources, plan_study, read_studies
-from gated_srp.study.reproduction import beside_published
+from gated_srp.study.paper import read_studies
+from gated_srp.study.reproduction import Sources, beside_published, plan_study
 from gated_srp.study.worker import run_cell
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"

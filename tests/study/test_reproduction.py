@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from gated_srp.errors import UserError
 from gated_srp.reports.tables import reproduction_grid, write_reproduction
 from gated_srp.study.cells import distinct
-from gated_srp.study.paper import Sources, paper_settings, plan_study, read_studies, studies_folder, study_names
-from gated_srp.study.reproduction import beside_published, write_study
-from gated_srp.study.running import Running
+from gated_srp.study.engine import Running
+from gated_srp.study.paper import read_studies, studies_folder, study_names
+from gated_srp.study.reproduction import Sources, beside_published, paper_settings, plan_study, write_study
 from gated_srp.study.statistics import judge
 
 FOLDER = Path(__file__).resolve().parents[2] / "studies"

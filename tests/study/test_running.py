@@ -12,9 +12,9 @@ from gated_srp.cli import studies
 from gated_srp.config.cohort import open_cohort
 from gated_srp.errors import Interrupted
 from gated_srp.machine import Machine
-from gated_srp.study import running
+from gated_srp.study import engine as running
 from gated_srp.study.cells import Row, plan
-from gated_srp.study.running import cost
+from gated_srp.study.engine import cost
 
 SLOW = Machine("an abacus", 1e4, 4e9)
 FAST = Machine("a rocket", 1e15, 4e9)
@@ -55,7 +55,7 @@ def started(monkeypatch, config, machine, stdin, *, yes=False) -> tuple[bool, ob
     monkeypatch.setattr(running, "run_local", lambda board, slots: ran.append(board))
     monkeypatch.setattr(sys, "stdin", stdin)
     try:
-        with studies._study(None, yes, studies.Engine.local, None) as how:
+        with studies._study(None, yes, "local", None) as how:
             running.run_cells(cells(config), {"toy": open_cohort(config)}, running.Running(**how))
     except typer.Exit as stopped:
         return bool(ran), stopped.exit_code

@@ -13,7 +13,7 @@ from test_predict import SURVIVAL, logits_of, model_file
 from toy_cohorts import open_config, planted, write_survival_cohort
 from typer.testing import CliRunner
 
-from gated_srp.cli.predict import evaluate
+from gated_srp.cli.runs import evaluate
 from gated_srp.config import CohortConfig
 from gated_srp.errors import UserError
 from gated_srp.models import load_card

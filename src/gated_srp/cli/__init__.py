@@ -6,13 +6,14 @@ Nothing heavy is imported at the top of this package: ``gated-srp --help`` must 
 import logging
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from gated_srp import __version__
-from gated_srp.cli import bench, data, first, models, predict, runs, screen, slides, studies
+from gated_srp.cli import cohorts, runs, screen, slides, studies
 from gated_srp.cli.screen import LOG
 from gated_srp.errors import Interrupted, UserError
 
@@ -22,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Gated Spatial Redundancy Projection for whole-slide pathology.",
 )
-
 
 # Which extra installs a package that may be missing; `train` installs the others.
 _EXTRAS = {
@@ -56,24 +56,36 @@ def options(
 
 
 # One line per command, in the order in which a user needs them.
-app.command("demo")(first.demo)
-app.command("init")(first.init)
+app.command("demo")(cohorts.demo)
+app.command("init")(cohorts.init)
 app.command("extract")(slides.extract)
-app.command("check")(data.check)
-app.command("splits")(data.splits)
-app.command("redundancy")(data.redundancy)
+app.command("check")(cohorts.check)
+app.command("splits")(cohorts.splits)
+app.command("redundancy")(cohorts.redundancy)
 app.command("train")(runs.train)
-app.command("predict")(predict.predict)
-app.command("evaluate")(predict.evaluate)
+app.command("predict")(runs.predict)
+app.command("evaluate")(runs.evaluate)
 app.command("compare")(studies.compare)
 app.command("tune")(studies.tune)
 app.command("reproduce")(studies.reproduce)
 app.command("stats")(studies.stats)
 app.command("heatmap")(slides.heatmap)
 app.command("explain")(slides.explain)
-app.command("report")(first.report)
-app.command("convert")(models.convert)
-app.command("bench")(bench.bench)
+app.command("report")(slides.report)
+app.command("convert")(runs.convert)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Ours against the textbook implementation: time and memory of prepare, predict and train, as ratios of one run."""
+    if find_spec("gated_srp_bench") is None:
+        raise UserError(
+            "this installation has no benchmark (the package gated_srp_bench is missing)",
+            cure="Run it from a checkout of the repository: PYTHONPATH=benchmarks gated-srp bench.",
+        )
+    from gated_srp_bench.cli import app
+
+    app(context.args, prog_name=context.command_path, standalone_mode=False)
 
 
 def main() -> None:

@@ -1,62 +1,176 @@
-"""The command that trains one run."""
+"""Commands that make and use single runs and model files: train, predict, evaluate, convert."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from gated_srp.cli.screen import LOG
+from gated_srp.cli.options import Change, Cohort, Force, Out, Repeats, Run, Stride
+from gated_srp.cli.screen import LOG, say, say_written, show_progress
+from gated_srp.errors import Interrupted, Note, UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gated_srp.training.evaluate import Evaluation
 
 
 def train(
-    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
-    arm: Annotated[str | None, typer.Option("--arm", help="Which model; gated_srp unless the YAML has others.")] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Split, start weights, order; the YAML's first.")
-    ] = None,
-    fold: Annotated[int, typer.Option("--fold", min=0, help="Where the YAML sets `folds`.")] = 0,
+    cohort: Cohort,
+    arm: Annotated[str | None, Option(help="Which model; gated_srp unless the YAML has others.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Split, start weights, order; the YAML's first.")] = None,
+    fold: Annotated[int, Option(min=0, help="Where the YAML sets `folds`.")] = 0,
     init: Annotated[
-        Path | None, typer.Option("--init", help="Start weights: a run's model.safetensors, or a published checkpoint.")
+        Path | None, Option(help="Start weights: a run's model.safetensors, or a published checkpoint.")
     ] = None,
-    devices: Annotated[int, typer.Option("--devices", min=1, help="Processes that share the bags of an update.")] = 1,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's `out`.")
-    ] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.epochs=5.")] = None,
+    devices: Annotated[int, Option(min=1, help="Processes that share the bags of an update.")] = 1,
+    out: Out = None,
+    change: Change = None,
 ) -> None:
     """Train one run, or go on with one that was interrupted: OUT/COHORT/ARM/seed42."""
-    settings = changes(change or [])
+    settings = changes(change)
 
-    from gated_srp.cli.progress import show_progress
-    from gated_srp.errors import Interrupted
     from gated_srp.training.train import train as run
 
     try:
         with show_progress() as progress:
-            run(
-                cohort,
-                arm=arm,
-                seed=seed,
-                fold=fold,
-                out=out,
-                settings=settings,
-                init=init,
-                devices=devices,
-                progress=progress,
-            )
+            which: dict[str, Any] = {"arm": arm, "seed": seed, "fold": fold, "out": out, "settings": settings}
+            run(cohort, **which, init=init, devices=devices, progress=progress)
     except Interrupted as stopped:
         LOG.warning("%s", stopped)
         raise typer.Exit(130) from None
 
 
-def changes(given: list[str]) -> dict[str, str]:
+def changes(given: list[str] | None) -> dict[str, str]:
     """Settings given as ``--set train.epochs=5``, by name."""
-    from gated_srp.errors import UserError
-
     found = {}
-    for item in given:
+    for item in given or ():
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise UserError("expected KEY=VALUE, e.g. --set train.epochs=5.", where=f"--set {item}")
         found[key] = value
     return found
+
+
+def predict(
+    runs: Annotated[list[Path], Argument(help="Run folders, or model files; several are averaged.")],
+    features: Annotated[
+        Path, Argument(help="A folder of feature files (of images, for a model of images), or one of them.")
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="Where to write the table.")] = Path("predictions.csv"),
+    features_key: Annotated[str | None, Option(help="Name of the feature array, where it is unusual.")] = None,
+    coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
+    stride: Stride = None,
+    workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
+    force: Force = False,
+) -> None:
+    """Predict slides without labels: calibrated probabilities, or risk and survival."""
+    from gated_srp.training.predict import files_for
+    from gated_srp.training.predict import predict as run
+    from gated_srp.training.trained import open_runs
+
+    _prepare_folder(output.parent, output)
+    trained = open_runs(runs)
+    files = files_for(trained[0], features)
+    say(f"model: {trained[0]}\n{len(files)} files in {features}", err=True)
+    with show_progress() as progress:
+        keys = {"features_key": features_key, "coords_key": coords_key}
+        found = run(trained, files, **keys, stride=stride, force=force, workers=workers, progress=progress)
+    _say(found.notes, found.skipped)
+    table = found.table
+    far = table[table["unlike_training"]].sort_values("training_distance", ascending=False)
+    for slide, distance in zip(far["slide"].head(10), far["training_distance"], strict=False):
+        words = "unlike the training slides: %s, %.1f times as far from them as the farthest of theirs"
+        LOG.warning(words, slide, distance)
+    if len(far) > 10:
+        LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
+    by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
+    say(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
+    for line in found.summary():
+        say(line)
+    say_written(found.write(output))
+
+
+def evaluate(
+    run: Run,
+    cohort: Annotated[Path, Argument(help="The YAML of a labelled cohort.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder of the results.")] = Path("evaluation"),
+    score: Annotated[str | None, Option(help="slide or case; as in training if not set.")] = None,
+    repeats: Repeats = 1000,
+    seed: Annotated[int, Option(min=0, help="Of the resampling.")] = 0,
+    force: Force = False,
+) -> None:
+    """Score a run on another labelled cohort, with intervals over resampled patients."""
+    from gated_srp.training.evaluate import evaluate as run_on
+
+    _prepare_folder(output, output / "evaluation.json")
+    with show_progress() as progress:
+        how = {"score": score, "repeats": repeats, "seed": seed, "force": force, "progress": progress}
+        found = run_on(run, cohort, **how)  # type: ignore[arg-type]
+    _say(found.notes, found.skipped)
+    for line in _report(found):
+        say(line)
+    say_written(found.write(output))
+
+
+def _report(found: "Evaluation") -> list[str]:
+    lines = [
+        f"\n{found.run.path} on {found.cohort}: {len(found.slides)} slides of {found.patients} patients, "
+        f"scored by {found.score}",
+        f"  {'metric':<20}{'value':>8}   95 % interval",
+    ]
+    for row in found.metrics.to_dict("records"):
+        name = f"  {row['metric']:<20}"
+        if row["value"] != row["value"]:
+            lines.append(f"{name}{'-':>8}   not defined on these labels")
+            continue
+        few = "" if row["resamples"] == found.repeats else f"   (defined in {row['resamples']} of {found.repeats})"
+        few += "   (every draw gives the same: too few errors to tell)" if row["low"] == row["high"] else ""
+        lines.append(f"{name}{row['value']:>8.4f}   {row['low']:.4f} to {row['high']:.4f}{few}")
+    lines.append(
+        f"  intervals: percentiles over {found.repeats:,} draws of {found.patients} patients, seed {found.seed}"
+    )
+    return lines + [f"  {line}" for line in (found.findings.lines if found.findings else ())]
+
+
+def _say(notes: "tuple[Note, ...]", skipped: "pd.DataFrame") -> None:
+    for note in notes:
+        say(f"note: {note}", err=True) if note.level == "note" else LOG.warning("%s", note.line)
+    for row in skipped.itertuples():
+        LOG.warning("skipped: %s: %s", row.file, row.problem)
+
+
+def _prepare_folder(folder: Path, target: Path) -> None:
+    """Whether the results can be written is asked before hours of computing, not after."""
+    import os
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot be made ({error.strerror})"
+        raise UserError(what, where=folder, cure="Choose another place with -o.") from None
+    if target.is_dir():
+        what = f"is a folder, expected a file to write, e.g. -o {target / 'predictions.csv'}."
+        raise UserError(what, where=target)
+    if not os.access(folder, os.W_OK):
+        raise UserError("cannot be written", where=folder, cure="Choose another place with -o.")
+
+
+def convert(
+    checkpoint: Annotated[
+        Path, Argument(help="A checkpoint of the published release (best.pt), of any of its trainers.")
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="Where to write the model.")] = Path("model.safetensors"),
+    classes: Annotated[
+        str, Option(help="Names of the outputs in their order, such as A,B,C; `predict` needs them.")
+    ] = "",
+) -> None:
+    """Turn a published checkpoint into a model file of ours, without running pickled code."""
+    from gated_srp.models import convert
+
+    names = [name.strip() for name in classes.split(",") if name.strip()]
+    model = convert(checkpoint, output, classes=names)
+    count = sum(p.numel() for p in model.parameters())
+    said = f"classes {', '.join(names)}" if names else "outputs without names (--classes A,B,C gives them theirs)"
+    say(f"{output}: arm {model.settings['arm']}, {count:,} parameters, {said}, from {checkpoint}")

@@ -1,44 +1,37 @@
-"""Commands on slides: features out of them, pictures and pages of them."""
+"""Commands on slides: features out of them, pictures and pages of them; and the page of everything."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-from gated_srp.cli.predict import FORCE
-from gated_srp.cli.screen import LOG, say
+from gated_srp.cli.options import Force, Magnification, Run, Size, Stride
+from gated_srp.cli.screen import LOG, say, say_written, show_progress
 
 
 def extract(
-    slides: Annotated[Path, typer.Argument(help="A slide, or a folder of slides.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the feature files.")],
+    slides: Annotated[Path, Argument(help="A slide, or a folder of slides.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder of the feature files.")],
     encoder: Annotated[
-        str, typer.Option("--encoder", "-e", help="Its name, or package.module:function for one of your own.")
+        str, Option("--encoder", "-e", help="Its name, or package.module:function for one of your own.")
     ] = "efficientnet_lite0",
-    weights: Annotated[
-        Path | None, typer.Option("--weights", help="File or folder of the encoder's weights, without internet.")
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option("--size", min=8, help="Pixels of a patch; the encoder's own if not set.")
-    ] = None,
-    magnification: Annotated[float, typer.Option("--magnification", "-m", help="Of the patches.")] = 20.0,
-    overlap: Annotated[int, typer.Option("--overlap", min=0, help="Pixels that neighbouring patches share.")] = 0,
-    tissue: Annotated[float, typer.Option("--tissue", help="Least share of tissue in a patch that is kept.")] = 0.25,
+    weights: Annotated[Path | None, Option(help="File or folder of the encoder's weights, without internet.")] = None,
+    size: Size = None,
+    magnification: Magnification = 20.0,
+    overlap: Annotated[int, Option(min=0, help="Pixels that neighbouring patches share.")] = 0,
+    tissue: Annotated[float, Option(help="Least share of tissue in a patch that is kept.")] = 0.25,
     mpp: Annotated[
-        str | None, typer.Option("--mpp", help="Microns per pixel of every slide, or a CSV with the columns wsi, mpp.")
+        str | None, Option(help="Microns per pixel of every slide, or a CSV with the columns wsi, mpp.")
     ] = None,
-    layout: Annotated[
-        Literal["trident", "atlaspatch"], typer.Option("--layout", help="Whose files to write.")
-    ] = "trident",
+    layout: Annotated[Literal["trident", "atlaspatch"], Option(help="Whose files to write.")] = "trident",
     batch: Annotated[
-        int | None,
-        typer.Option("--batch", min=1, help="Patches the encoder gets at once; 32, or 64 on an accelerator."),
+        int | None, Option(min=1, help="Patches the encoder gets at once; 32, or 64 on an accelerator.")
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=0, help="Processes that read patches.")] = None,
+    workers: Annotated[int | None, Option(min=0, help="Processes that read patches.")] = None,
 ) -> None:
     """Find the tissue of slides and write the features of its patches, with a preview of each. Finished slides are kept."""
     import gated_srp
-    from gated_srp.cli.progress import show_progress
     from gated_srp.slides.encoders import find_encoder
     from gated_srp.slides.reader import find_slides
 
@@ -73,35 +66,31 @@ def extract(
 def heatmap(
     paths: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="RUN... FEATURES",
             help="Runs (folders or model files), then a slide's feature file, or a folder of them for one picture per slide.",
         ),
     ],
     wsi: Annotated[
-        Path | None, typer.Option("--wsi", help="The slide image; the one that the feature file names, if it exists.")
+        Path | None, Option(help="The slide image; the one that the feature file names, if it exists.")
     ] = None,
     value: Annotated[
-        str,
-        typer.Option("--value", "-v", help="attention, beta, homogeneity, correction, change, or a CSV of scores."),
+        str, Option("--value", "-v", help="attention, beta, homogeneity, correction, change, or a CSV of scores.")
     ] = "attention",
-    layer: Annotated[int | None, typer.Option("--layer", min=1, help="Which layer, from 1.")] = None,
-    head: Annotated[
-        int | None, typer.Option("--head", min=1, help="Which head, from 1; the mean over heads if not set.")
-    ] = None,
+    layer: Annotated[int | None, Option(min=1, help="Which layer, from 1.")] = None,
+    head: Annotated[int | None, Option(min=1, help="Which head, from 1; the mean over heads if not set.")] = None,
     percentile: Annotated[
-        bool, typer.Option("--percentile", help="Colours linear from percentile 1 to 99, instead of by rank.")
+        bool, Option("--percentile", help="Colours linear from percentile 1 to 99, instead of by rank.")
     ] = False,
     export: Annotated[
-        list[str] | None, typer.Option("--export", help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
+        list[str] | None, Option(help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
     ] = None,
-    stride: Annotated[float | None, typer.Option(help="Distance between patches, where the file's is wrong.")] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pictures.")] = Path("heatmap"),
+    stride: Stride = None,
+    force: Force = False,
+    output: Annotated[Path, Option("--output", "-o", help="Folder of the pictures.")] = Path("heatmap"),
 ) -> None:
     """Show where a model looks on a slide and what its gates change: PNG, contact sheet, files for QuPath."""
     import gated_srp
-    from gated_srp.cli.progress import show_progress
 
     *runs, features = paths
     with show_progress() as progress:
@@ -123,28 +112,24 @@ def heatmap(
         LOG.warning("%s", note)
     for note in found.left_out:
         LOG.warning("left out: %s", note)
-    for path in found.written:
-        say(f"written: {path}")
+    say_written(found.written)
     if not found.slides:
         raise typer.Exit(1)
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or its model file.")],
-    slide: Annotated[Path, typer.Argument(help="The slide image, or a feature file of it.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the page.")] = Path("explained"),
-    encoder: Annotated[str | None, typer.Option("--encoder", "-e", help="Where the run's card names none.")] = None,
-    weights: Annotated[Path | None, typer.Option("--weights", help="The encoder's, without internet.")] = None,
-    size: Annotated[
-        int | None, typer.Option("--size", min=8, help="Pixels of a patch; the encoder's own if not set.")
-    ] = None,
-    magnification: Annotated[float, typer.Option("--magnification", "-m", help="Of the patches.")] = 20.0,
-    mpp: Annotated[float | None, typer.Option("--mpp", help="Microns per pixel, where the slide does not say.")] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    run: Run,
+    slide: Annotated[Path, Argument(help="The slide image, or a feature file of it.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder of the page.")] = Path("explained"),
+    encoder: Annotated[str | None, Option("--encoder", "-e", help="Where the run's card names none.")] = None,
+    weights: Annotated[Path | None, Option(help="The encoder's, without internet.")] = None,
+    size: Size = None,
+    magnification: Magnification = 20.0,
+    mpp: Annotated[float | None, Option(help="Microns per pixel, where the slide does not say.")] = None,
+    force: Force = False,
 ) -> None:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
     import gated_srp
-    from gated_srp.cli.progress import show_progress
 
     with show_progress() as progress:
         found = gated_srp.explain(
@@ -161,5 +146,15 @@ def explain(
         )
     for note in found.notes:
         LOG.warning("%s", note)
-    for path in found.written:
-        say(f"written: {path}")
+    say_written(found.written)
+
+
+def report(
+    folder: Annotated[Path, Argument(help="A run, a comparison, a reproduction, or a folder above them.")],
+    output: Annotated[Path, Option("--output", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce."""
+    import gated_srp
+
+    written = gated_srp.report(folder, out=output)
+    say(f"written: {output} ({written.size / 1e6:.1f} MB, opens in any browser, loads nothing)")

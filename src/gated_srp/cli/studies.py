@@ -3,63 +3,57 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
+from gated_srp.cli.options import Change, Cohort, Out, Repeats, Seeds
 from gated_srp.cli.runs import changes
-from gated_srp.cli.screen import say
+from gated_srp.cli.screen import say, show_progress
+from gated_srp.errors import UserError
+from gated_srp.files import write_json
 
 if TYPE_CHECKING:
+    from gated_srp.study.engine import Cost
     from gated_srp.study.reproduction import ReproducedStudy
-    from gated_srp.study.running import Cost
 
 _LONG = 3600.0  # seconds from which on a person is asked
 
 
-class Engine(StrEnum):
-    """Where cells run."""
-
-    local = "local"
-    ray = "ray"
-    slurm = "slurm"
-
-
 Jobs = Annotated[
     int | None,
-    typer.Option("--jobs", "-j", min=1, help="Cells at a time; by default as many as cores, memory and devices allow."),
+    Option("--jobs", "-j", min=1, help="Cells at a time; by default as many as cores, memory and devices allow."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a study of more than an hour.")]
-Where = Annotated[
-    Engine, typer.Option("--engine", help="This machine, a Ray cluster, or a Slurm script that you submit yourself.")
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask before a study of more than an hour.")]
+Engine = Annotated[
+    Literal["local", "ray", "slurm"],
+    Option(help="This machine, a Ray cluster, or a Slurm script that you submit yourself."),
 ]
-Address = Annotated[str | None, typer.Option("--address", help="Of the Ray cluster, e.g. auto or ray://host:10001.")]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="E.g. 42,43,44 or 42-46, instead of the usual ones.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Where runs are written, instead of the YAML's `out`.")]
+Address = Annotated[str | None, Option("--address", help="Of the Ray cluster, e.g. auto or ray://host:10001.")]
 
 
 def compare(
-    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
-    arms: Annotated[str | None, typer.Option("--arms", help="E.g. na,gated_srp, instead of the YAML's.")] = None,
+    cohort: Cohort,
+    arms: Annotated[str | None, Option(help="E.g. na,gated_srp, instead of the YAML's.")] = None,
     seeds: Seeds = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A fair small version: fewer epochs and seeds for all arms alike.")
+        bool, Option("--quick", help="A fair small version: fewer epochs and seeds for all arms alike.")
     ] = False,
     reference: Annotated[
-        str | None, typer.Option("--reference", "-r", help="The arm to compare with; na, or else the first arm.")
+        str | None, Option("--reference", "-r", help="The arm to compare with; na, or else the first arm.")
     ] = None,
     out: Out = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for tables and figures; OUT/COHORT/comparison.")
+        Path | None, Option("--output", "-o", help="Folder for tables and figures; OUT/COHORT/comparison.")
     ] = None,
-    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="How often patients are resampled.")] = 200,
+    bootstrap: Annotated[int, Option(min=0, help="How often patients are resampled.")] = 200,
     jobs: Jobs = None,
     yes: Yes = False,
-    engine: Where = Engine.local,
+    engine: Engine = "local",
     address: Address = None,
 ) -> None:
     """Train arms x seeds on identical splits and say what the paired differences show. Run it again to resume."""
@@ -77,23 +71,22 @@ def compare(
             bootstrap=bootstrap,
             **running,
         )
-    if _submitted(found.script):
-        return
-    say(f"\n{found.verdict}")
-    say(f"written: {found.folder} ({len(found.files)} files)")
+    if not _submitted(found.script):
+        say(f"\n{found.verdict}")
+        say(f"written: {found.folder} ({len(found.files)} files)")
     if found.failed:
         raise typer.Exit(1)
 
 
 def tune(
-    cohort: Annotated[Path, typer.Argument(help="The cohort's YAML.")],
-    arm: Annotated[str, typer.Option("--arm", help="The arm whose gate is tuned.")] = "gated_srp",
+    cohort: Cohort,
+    arm: Annotated[str, Option(help="The arm whose gate is tuned.")] = "gated_srp",
     seeds: Seeds = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer epochs and seeds; for `compare --quick`.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Fewer epochs and seeds; for `compare --quick`.")] = False,
     out: Out = None,
     jobs: Jobs = None,
     yes: Yes = False,
-    engine: Where = Engine.local,
+    engine: Engine = "local",
     address: Address = None,
 ) -> None:
     """Choose delta and hidden width on validation, within each seed, and freeze them for `compare`; report the optimism."""
@@ -108,28 +101,23 @@ def tune(
 
 def reproduce(
     name: Annotated[
-        str, typer.Argument(help="A table or figure of the paper, e.g. survival, or `all`; --list names them.")
+        str, Argument(help="A table or figure of the paper, e.g. survival, or `all`; --list names them.")
     ] = "",
     features: Annotated[
-        list[str] | None,
-        typer.Option("--features", help="Folder of feature files (ADP: of images), or COHORT=FOLDER; repeatable."),
+        list[str] | None, Option(help="Folder of feature files (ADP: of images), or COHORT=FOLDER; repeatable.")
     ] = None,
     labels: Annotated[
-        list[str] | None, typer.Option("--labels", help="Folder of the public label files, or COHORT=PATH; repeatable.")
+        list[str] | None, Option(help="Folder of the public label files, or COHORT=PATH; repeatable.")
     ] = None,
-    cohorts: Annotated[
-        str | None, typer.Option("--cohorts", help="Only these of the study's cohorts, e.g. KIRC,KIRP.")
-    ] = None,
+    cohorts: Annotated[str | None, Option(help="Only these of the study's cohorts, e.g. KIRC,KIRP.")] = None,
     seeds: Seeds = None,
-    out: Annotated[Path, typer.Option("--out", help="Where runs, tables and figures are written.")] = Path("runs"),
-    change: Annotated[list[str] | None, typer.Option("--set", help="A setting, e.g. --set train.workers=4.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the cells with their settings; run nothing.")
-    ] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Name all studies.")] = False,
+    out: Annotated[Path, Option(help="Where runs, tables and figures are written.")] = Path("runs"),
+    change: Change = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="List the cells with their settings; run nothing.")] = False,
+    listing: Annotated[bool, Option("--list", help="Name all studies.")] = False,
     jobs: Jobs = None,
     yes: Yes = False,
-    engine: Where = Engine.local,
+    engine: Engine = "local",
     address: Address = None,
 ) -> None:
     """Repeat a study of the paper: its rows and columns, with the published numbers and the differences beside ours."""
@@ -146,7 +134,7 @@ def reproduce(
             cohorts=_words(cohorts),
             seeds=_numbers(seeds),
             out=out,
-            settings=changes(change or []),
+            settings=changes(change),
             dry_run=dry_run,
             **running,
         )
@@ -156,8 +144,8 @@ def reproduce(
         say(f"{found.runs} distinct runs")
     elif not _submitted(found.script):
         for one in found.studies:
-            if one.command:
-                say(f"{one.study.name}: run `{one.command}`")
+            if one.study.command:
+                say(f"{one.study.name}: run `{one.study.command}`")
             if one.text:
                 say(f"\n{one.text}")
             if one.files:
@@ -167,19 +155,13 @@ def reproduce(
 
 
 def stats(
-    results: Annotated[Path, typer.Argument(help="A table with the columns cohort, arm, seed, metric, value.")],
-    reference: Annotated[str, typer.Option("--reference", "-r", help="The arm that others are compared with.")] = "na",
-    json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
-    ratio: Annotated[
-        float | None, typer.Option("--ratio", min=0.0, help="Test set over training set; 0.2 / 0.7 if unknown.")
-    ] = None,
-    lower: Annotated[
-        list[str] | None, typer.Option("--lower", help="A metric of which less is better; repeatable.")
-    ] = None,
-    runs: Annotated[
-        Path | None, typer.Option("--runs", help="Run folders COHORT/ARM/seed42: also resample their patients.")
-    ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often patients are resampled.")] = 1000,
+    results: Annotated[Path, Argument(help="A table with the columns cohort, arm, seed, metric, value.")],
+    reference: Annotated[str, Option("--reference", "-r", help="The arm that others are compared with.")] = "na",
+    json: Annotated[Path | None, Option(help="Also write everything to this file.")] = None,
+    ratio: Annotated[float | None, Option(min=0.0, help="Test set over training set; 0.2 / 0.7 if unknown.")] = None,
+    lower: Annotated[list[str] | None, Option(help="A metric of which less is better; repeatable.")] = None,
+    runs: Annotated[Path | None, Option(help="Run folders COHORT/ARM/seed42: also resample their patients.")] = None,
+    repeats: Repeats = 1000,
 ) -> None:
     """Say what paired results from anywhere show, and no more: intervals, tests, power, a verdict in words."""
     import gated_srp
@@ -188,7 +170,7 @@ def stats(
         results, reference=reference, ratio=ratio, lower_is_better=lower or (), runs=runs, repeats=repeats
     )
     if json is not None:
-        _write_json(found.as_json(), json)
+        write_json(json, found.as_json())
     for line in found.verdict.split("\n"):
         say(line)
 
@@ -197,35 +179,30 @@ def stats(
 
 
 @contextmanager
-def _study(jobs: int | None, yes: bool, engine: Engine, address: str | None) -> Iterator[dict[str, Any]]:
-    """The arguments of a flow that say how it runs. A study that is declined ends with status 1."""
-    from gated_srp.cli.progress import show_progress
-    from gated_srp.study import Declined
+def _study(jobs: int | None, yes: bool, engine: str, address: str | None) -> Iterator[dict[str, Any]]:
+    """The arguments of a flow that say how it runs. A person, if there is one, is asked before more than an hour.
 
-    with show_progress() as progress:
-        try:
-            how = {"jobs": jobs, "engine": engine.value, "address": address}
-            yield how | {"confirm": _confirm(yes), "progress": progress}
-        except Declined:
-            raise typer.Exit(1) from None
-
-
-def _confirm(yes: bool) -> Callable[[Cost], bool]:
-    """Ask a person, if there is one, before more than an hour."""
+    A study that is declined ends with status 1.
+    """
+    from gated_srp.study.engine import Declined
 
     def confirm(cost: Cost) -> bool:
         asks = cost.seconds > _LONG and not yes and sys.stdin.isatty()
         return typer.confirm("Start?", default=True) if asks else True
 
-    return confirm
+    with show_progress() as progress:
+        try:
+            how = {"jobs": jobs, "engine": engine, "address": address}
+            yield how | {"confirm": confirm, "progress": progress}
+        except Declined:
+            raise typer.Exit(1) from None
 
 
 def _submitted(script: Path | None) -> bool:
     """Whether there is only a Slurm script."""
     if script is not None:
-        say(
-            f"written: {script}\nSubmit it with `sbatch {script}`; when it is done, run this command again to see the results."
-        )
+        say(f"written: {script}")
+        say(f"Submit it with `sbatch {script}`; when it is done, run this command again to see the results.")
     return script is not None
 
 
@@ -241,7 +218,8 @@ def _list_studies() -> None:
 def _show_plan(one: ReproducedStudy) -> None:
     """Every cell with its settings, untuned rows apart."""
     study, plan = one.study, one.plan()
-    own, more = plan[~plan["untuned"].astype(bool)], plan[plan["untuned"].astype(bool)]
+    extra = plan["untuned"].astype(bool)
+    own, more = plan[~extra], plan[extra]
     what = f"drawn by `{study.command}`" if study.command else f"{len(own)} cells" if study.rows else "drawn at once"
     say(f"{study.name}: {study.title}; {what}")
     for part in (own, more):
@@ -254,19 +232,16 @@ def _show_plan(one: ReproducedStudy) -> None:
 def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
     """``DIR`` is for all cohorts, ``KGH=DIR`` for one."""
     from gated_srp.config.presets import find_cohort
-    from gated_srp.errors import UserError
 
     found: dict[str, Path] = {}
     for item in given or []:
         cohort, equals, place = item.partition("=")
         if not equals or Path(item).exists():
             cohort, place = "", item
-        path = Path(place)
-        if not path.exists():
-            raise UserError(
-                "no such file or folder", where=f"--{option} {item}", cure="Expected a path, or COHORT=PATH."
-            )
-        found[find_cohort(cohort).name if cohort else ""] = path.absolute()
+        if not Path(place).exists():
+            what, cure = "no such file or folder", "Expected a path, or COHORT=PATH."
+            raise UserError(what, where=f"--{option} {item}", cure=cure)
+        found[find_cohort(cohort).name if cohort else ""] = Path(place).absolute()
     return found
 
 
@@ -279,8 +254,6 @@ def _numbers(given: str | None) -> tuple[int, ...]:
     >>> _numbers("42-44,50")
     (42, 43, 44, 50)
     """
-    from gated_srp.errors import UserError
-
     found: list[int] = []
     for word in _words(given):
         first, dash, last = word.partition("-")
@@ -288,11 +261,3 @@ def _numbers(given: str | None) -> tuple[int, ...]:
             raise UserError(f"{word!r} is no seed", where=f"--seeds {given}", cure="Expected e.g. 42,43,44 or 42-46.")
         found += range(int(first), int(last if dash else first) + 1)
     return tuple(dict.fromkeys(found))
-
-
-def _write_json(content: object, path: Path) -> None:
-    import json
-
-    from gated_srp.files import write_whole
-
-    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -3,40 +3,15 @@
 `compare`, `tune`, `reproduce` and `stats` are functions of `gated_srp`, too. Names are resolved on first use (PEP 562).
 """
 
-from typing import TYPE_CHECKING
-
 from gated_srp import lazily
 
-if TYPE_CHECKING:
-    from gated_srp.study.cells import Cell, Row, plan
-    from gated_srp.study.comparison import CompareResult, compare, stats
-    from gated_srp.study.reproduction import ReproduceResult, reproduce
-    from gated_srp.study.results import Comparison, Difference
-    from gated_srp.study.running import Cost, Declined
-    from gated_srp.study.tuning import TuneResult, tune
-
-__all__ = [
-    "Cell",
-    "CompareResult",
-    "Comparison",
-    "Cost",
-    "Declined",
-    "Difference",
-    "ReproduceResult",
-    "Row",
-    "TuneResult",
-    "compare",
-    "plan",
-    "reproduce",
-    "stats",
-    "tune",
-]
-_MODULES = {
-    "cells": ("Cell", "Row", "plan"),
-    "comparison": ("CompareResult", "compare", "stats"),
-    "reproduction": ("ReproduceResult", "reproduce"),
-    "results": ("Comparison", "Difference"),
-    "running": ("Cost", "Declined"),
-    "tuning": ("TuneResult", "tune"),
+_HOMES = {
+    **dict.fromkeys(("Cell", "Row", "plan"), "cells"),
+    **dict.fromkeys(("CompareResult", "compare", "stats"), "comparison"),
+    **dict.fromkeys(("Cost", "Declined"), "engine"),
+    **dict.fromkeys(("ReproduceResult", "reproduce"), "reproduction"),
+    **dict.fromkeys(("Comparison", "Difference"), "results"),
+    **dict.fromkeys(("TuneResult", "tune"), "tuning"),
 }
-__getattr__, __dir__ = lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})
+
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -107,6 +107,11 @@ def cohort_config(cohort: str | Path | CohortConfig, out: str | Path | None = No
     return load_config(Path(cohort), {"out": str(out)} if out else None)
 
 
+def folds(config: CohortConfig) -> range:
+    """The numbers of the cohort's folds; one where it has none."""
+    return range(config.folds.number if config.folds else 1)
+
+
 def unit_name(config: CohortConfig, seed: int, fold: int) -> str:
     """``42``, or ``42_fold0`` where the cohort has folds."""
     return f"{seed}_fold{fold}" if config.folds else str(seed)
@@ -120,7 +125,7 @@ def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tup
         raise UserError("nothing to run; name at least one arm and one seed.", where=config.name)
     cells = []
     for seed in seeds:
-        for fold in range(config.folds.number if config.folds else 1):
+        for fold in folds(config):
             for row in rows:
                 changes = {**row.changes, **row.by_unit.get(unit_name(config, seed, fold), {})}
                 cells.append(Cell(row.name, row.arm, seed, fold, changed(config, changes, row.arm)))
@@ -143,8 +148,7 @@ def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> Cohor
 
 def quick_version(config: CohortConfig, seeds: Sequence[int]) -> tuple[CohortConfig, tuple[int, ...], str]:
     """A fair small version (fewer epochs and seeds for all arms alike, in its own folder), and a note that says so."""
-    epochs = max(2, round(config.train.epochs / QUICK_EPOCHS))
-    epochs = min(epochs, config.train.epochs)
+    epochs = min(config.train.epochs, max(2, round(config.train.epochs / QUICK_EPOCHS)))
     kept = tuple(seeds[:QUICK_SEEDS])
     plain = config.model_dump()
     plain["train"]["epochs"], plain["out"] = epochs, config.out / "quick"

@@ -15,37 +15,40 @@ import pandas as pd
 
 from gated_srp.errors import UserError
 from gated_srp.progress import Progress, silent
-from gated_srp.study.results import COLUMNS, LOWER_IS_BETTER, Comparison, compare_results, read_results
-from gated_srp.study.statistics import RATIO, Bootstrap, paired_bootstrap
+from gated_srp.study.results import (
+    COLUMNS,
+    LOWER_IS_BETTER,
+    Comparison,
+    StudyResult,
+    compare_results,
+    html,
+    read_results,
+)
+from gated_srp.study.statistics import RATIO, paired_bootstrap
 
 if TYPE_CHECKING:
     from gated_srp.config.cohort import CohortConfig
     from gated_srp.study.cells import Cell
-    from gated_srp.study.running import Cost, EngineName
+    from gated_srp.study.engine import Cost, EngineName
 
 
 # The flows -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class CompareResult:
-    """What `compare` found and wrote; in a notebook it shows its table.
+class CompareResult(StudyResult):
+    """What `compare` found and wrote, beside what a `StudyResult` has; in a notebook it shows its table.
 
     Attributes:
         results: test metrics of all finished runs: cohort, arm, seed, metric, value.
         comparison: the paired differences; None if only a Slurm script was written.
         folder: where tables, figures and README.md are, all listed in ``files``.
-        failed: the reason for each cell that failed twice.
-        script: the Slurm script that is to be submitted.
         note: how a quick version was cut; empty for a full one.
     """
 
     results: pd.DataFrame
     comparison: Comparison | None
     folder: Path
-    files: tuple[Path, ...] = ()
-    failed: Mapping[str, UserError] | None = None
-    script: Path | None = None
     note: str = ""
 
     @property
@@ -61,7 +64,7 @@ class CompareResult:
         return (self.folder / "README.md").read_text(encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.note}</p>" * bool(self.note) + self.table.to_html(index=False, na_rep="")
+        return f"<p>{self.note}</p>" * bool(self.note) + html(self.table)
 
 
 def compare(
@@ -109,7 +112,7 @@ def compare(
     from gated_srp.config.cohort import open_cohort
     from gated_srp.reports.tables import write_comparison
     from gated_srp.study.cells import Row, cohort_config, plan, quick_version
-    from gated_srp.study.running import Running, run_cells
+    from gated_srp.study.engine import Running, run_cells
     from gated_srp.study.tuning import tuned_rows
 
     running = Running(jobs, engine, address, confirm, progress)
@@ -120,20 +123,19 @@ def compare(
         running.say(note)
     reference = reference or ("na" if "na" in arms else arms[0])
     if reference not in arms:
-        raise UserError(
-            f"{reference!r} is not among the arms: {', '.join(arms)}", where="reference", cure="Name one of them."
-        )
+        what = f"{reference!r} is not among the arms: {', '.join(arms)}"
+        raise UserError(what, where="reference", cure="Name one of them.")
     more, notes = tuned_rows(config, arms, seeds)
     cells = plan(config, [*(Row.of(arm) for arm in arms), *more], seeds)
     folder = Path(output) if output else config.out / config.name / "comparison"
     ran = run_cells(cells, {config.name: open_cohort(config)}, running)
     if ran.script:
-        return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, script=ran.script, note=note)
+        return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, note, script=ran.script)
     results = collect(cells)
     comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=(*([note] if note else []), *notes))
     title = f"{config.name}{' (quick)' if note else ''}"
     files = write_comparison(folder, cells, results, comparison, title=title, mark=note)
-    return CompareResult(results, comparison, folder, tuple(files), ran.failed, note=note)
+    return CompareResult(results, comparison, folder, note, files=tuple(files), failed=ran.failed)
 
 
 def stats(
@@ -165,15 +167,15 @@ def stats(
     """
     frame, notes = read_results(results)
     lower = LOWER_IS_BETTER | set(lower_is_better)
-    if runs is None:
-        ratio = RATIO if ratio is None else ratio
-        return compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
-    from gated_srp.training.folder import RunFolder
+    if ratio is None and runs is not None:
+        from gated_srp.training.folder import RunFolder
 
-    root = Path(runs)
-    if ratio is None:
-        ratio = _mean_ratio(RunFolder(run).split for run in sorted(root.glob("*/*/seed*")))
+        ratio = _mean_ratio(RunFolder(run).split for run in sorted(Path(runs).glob("*/*/seed*")))
+    ratio = RATIO if ratio is None else ratio
     found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
+    if runs is None:
+        return found
+    root = Path(runs)
     return _with_bootstrap(found, lambda cohort, arm: _pairs(root / cohort, arm, found.reference), repeats)
 
 
@@ -247,13 +249,9 @@ Pair = tuple[pd.DataFrame, pd.DataFrame]  # predictions of an arm and of the ref
 
 def _with_bootstrap(comparison: Comparison, pairs: Callable[[str, str], list[Pair]], repeats: int) -> Comparison:
     """Each difference of a cohort with its interval over resampled patients; ``pairs`` by cohort and arm."""
-    drawn: dict[tuple[str, str], dict[str, Bootstrap]] = {}
-    found = []
-    for one in comparison.cohorts:
-        key = (str(one.cohort), one.arm)
-        if key not in drawn:
-            drawn[key] = paired_bootstrap(pairs(*key), metrics_of, repeats=repeats)
-        found.append(replace(one, bootstrap=drawn[key].get(one.metric)))
+    keys = dict.fromkeys((str(one.cohort), one.arm) for one in comparison.cohorts)
+    drawn = {key: paired_bootstrap(pairs(*key), metrics_of, repeats=repeats) for key in keys}
+    found = (replace(one, bootstrap=drawn[str(one.cohort), one.arm].get(one.metric)) for one in comparison.cohorts)
     return replace(comparison, cohorts=tuple(found))
 
 

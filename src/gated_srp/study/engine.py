@@ -1,33 +1,166 @@
-"""The local engine: runs cells on this machine, as many at a time as fit, each in a worker process.
+"""Running the cells of a study: what they will take, and where they run: on this machine, on a Ray cluster, or by a Slurm script.
 
-A worker runs one cell after the other, so that imports are paid once; when it crashes, it takes the cell it was running and no other.
+This machine: as many at a time as fit, each in a `Worker` that runs one cell after the other, so that imports are paid once; when
+it crashes, it takes the cell it was running and no other.
+Ray (extra ``cluster``): run folders are on storage that all machines share. A cell is a task with its needs; when its machine is
+lost, Ray starts it on another one, where it continues from its last state.
+Slurm: a file of cells and the script of a job array with one task per cell are written; nothing is submitted.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import os
-import subprocess
-import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
-from gated_srp.errors import UserError
+from gated_srp.config.cohort import CohortData, preparation
+from gated_srp.data.bag import BagError
+from gated_srp.data.prepared import open_header
+from gated_srp.data.splits import PARTS
+from gated_srp.errors import Interrupted, UserError
+from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
+from gated_srp.models import find_arm
 from gated_srp.progress import Event, Progress, silent, spoken
-from gated_srp.study.cells import Cell, distinct
-from gated_srp.study.worker import COMMAND, last_words, reply
+from gated_srp.study.cells import Cell, distinct, refuse_mismatches
+from gated_srp.study.worker import COMMAND, GRACE, Worker, write_job_array
+from gated_srp.training.results import evenly
 
+EngineName = Literal["local", "ray", "slurm"]
 State = Literal["waiting", "running", "finished", "failed"]
+_LOG = logging.getLogger(__name__)
+_LOOKED_AT = 50  # slides whose headers are read
+_START = 5.0  # seconds in which a process imports and reads its table
+_STATE = 4  # weights, two moments and the best weights: what an unfinished run keeps
 TRIES = 2
 _POLL = 0.1  # seconds
-_GRACE = 60.0  # seconds that cells have to save their state when the study is stopped
 _SPARE = 0.8  # share of the free memory that cells may take together
+
+
+class Declined(Exception):
+    """The study was not started because ``confirm`` said no."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the cells still to run will take, roughly: ``memory`` (bytes) of the largest slide seen, the rest of all together."""
+
+    cells: int = 0
+    seconds: float = 0.0
+    disk: float = 0.0
+    memory: float = 1.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """How to run: cells at a time (None: as many as fit), where, who is asked first, who is told how far it is."""
+
+    jobs: int | None = None
+    engine: EngineName = "local"
+    address: str | None = None  # of the Ray cluster
+    confirm: Callable[[Cost], bool] = lambda cost: True
+    progress: Progress = silent
+
+    def say(self, text: str) -> None:
+        self.progress(Event("study", text=text))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """``failed``: reasons by cell; ``script``: Slurm's, which must be submitted before there is anything to see."""
+
+    failed: Mapping[str, UserError]
+    script: Path | None = None
+
+
+def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Running) -> Ran:
+    """Check what is there, say what is to come, and run what is missing; ``data`` by cohort.
+
+    Raises:
+        Declined: ``running.confirm`` said no.
+        Interrupted: stopped with Ctrl-C; running cells have saved their states.
+    """
+    refuse_mismatches(cells, data)
+    board = Board(tuple(cells), running.progress)
+    machine = this_machine()
+    ahead = cost(cells, data, machine)
+    running.say(f"{len(board.cells)} cells, {len(board.cells) - ahead.cells} finished before, {ahead.cells} to run")
+    if not ahead.cells:
+        return Ran({})
+    if running.engine == "slurm":
+        import torch
+
+        waiting, gpu = board.of("waiting"), torch.cuda.is_available()
+        folder, each = waiting[0].config.out / "slurm", ahead.seconds / ahead.cells
+        return Ran({}, write_job_array(folder, waiting, seconds=each, memory=ahead.memory, gpu=gpu))
+    slots = local_slots(running.jobs or ahead.cells, 1.0 if running.jobs else ahead.memory)
+    ahead = replace(ahead, seconds=ahead.seconds / len({slot.device for slot in slots}))
+    threads = f"{slots[0].threads} thread{'s' if slots[0].threads > 1 else ''} each"
+    here = f"this machine, {len(slots)} at a time, {threads}"
+    where = f"the cluster at {running.address or 'hand'}" if running.engine == "ray" else here
+    running.say(
+        f"roughly {spoken(ahead.seconds)} on {machine.name}, {_bytes(ahead.disk)} on disk, {_bytes(ahead.memory)} of memory per "
+        f"cell; runs on {where}"
+    )
+    if not running.confirm(ahead):
+        raise Declined
+    try:
+        if running.engine == "ray":
+            run_ray(board, address=running.address, memory=ahead.memory)
+        else:
+            run_local(board, slots)
+    except KeyboardInterrupt:
+        how = "running cells have saved their states. Start the same command again to go on."
+        raise Interrupted(f"stopped; {how}") from None
+    failed = {str(cell): board[cell].error or UserError("failed") for cell in board.of("failed")}
+    for cell, error in failed.items():
+        _LOG.error("failed twice: %s: %s", cell, error)
+    return Ran(failed)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
+
+
+# What it will take ---------------------------------------------------------------------------------------------------
+
+
+def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine) -> Cost:
+    """A rough estimate from the headers of a few slides: the others are taken to be like them."""
+    seconds = disk = 0.0
+    memory = 1.0
+    left = [cell for cell in distinct(cells) if not cell.run.finished]
+    seen = {cohort: _look_at(data[cohort], cell) for cohort, cell in {cell.cohort: cell for cell in left[::-1]}.items()}
+    for cell in left:
+        model, (width, typical, largest, counts) = cell.config.model, seen[cell.cohort]
+        trunk = Trunk(width, model.dim, model.depth, dense=find_arm(cell.arm).dense)
+        parts = {part: [typical] * count for part, count in counts.items()}
+        seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate) + _START
+        disk += 4.0 * (12 * model.dim**2 * model.depth + width * model.dim)
+        memory = max(memory, trunk.memory(largest * cell.config.at_once))
+    disk += _STATE * disk / len(left) if left else 0.0
+    return Cost(len(left), seconds, disk, memory)
+
+
+def _look_at(data: CohortData, cell: Cell) -> tuple[int, int, int, dict[str, int]]:
+    """Channels, patches of a typical and of the largest slide, and slides by part."""
+    frame = data.slides(cell.seed, cell.fold)
+    settings = preparation(data.config)
+    sizes, width = [], 1
+    for row in evenly(list(range(len(frame))), _LOOKED_AT):
+        try:
+            rows, width = open_header(frame["file"].iloc[row], settings).shape
+        except BagError:  # the run itself says which file and why
+            continue
+        sizes.append(min(rows, data.config.cap or rows))
+    counts = frame["part"].value_counts()
+    sizes = sizes or [1]
+    return width, sum(sizes) // len(sizes), max(sizes), {part: int(counts.get(part, 0)) for part in PARTS}
 
 
 @dataclass
@@ -64,7 +197,14 @@ class Board:
     def set(self, cell: Cell, state: State, error: UserError | None = None) -> None:
         status = self[cell]
         status.state, status.error = state, error
-        self.report(f"{cell}: {self._words(cell)}")
+        if state == "running":
+            words = "started again" if status.tries > 1 else "started"
+        elif state == "finished":
+            count = f"({len(self.of('finished'))} of {len(self.cells)})"
+            words = f"finished in {spoken(status.seconds)}, {score(cell)} {count}"
+        else:
+            words = f"{'failed and will be tried once more' if state == 'waiting' else 'FAILED twice, the rest goes on'}: {error}"
+        self.report(f"{cell}: {words}")
 
     def report(self, text: str = "") -> None:
         """Also called without a change, so that whoever shows the board can renew it."""
@@ -72,24 +212,9 @@ class Board:
 
     def ended(self, cell: Cell, error: UserError | None) -> bool:
         """Record how a try ended; whether the cell is to be tried again."""
-        if error is None:
-            self.set(cell, "finished")
-        elif self[cell].tries < TRIES:
-            self.set(cell, "waiting", error)
-            return True
-        else:
-            self.set(cell, "failed", error)
-        return False
-
-    def _words(self, cell: Cell) -> str:
-        status = self[cell]
-        if status.state == "running":
-            return "started again" if status.tries > 1 else "started"
-        if status.state == "finished":
-            count = f"({len(self.of('finished'))} of {len(self.cells)})"
-            return f"finished in {spoken(status.seconds)}, {score(cell)} {count}"
-        again = "failed and will be tried once more" if status.state == "waiting" else "FAILED twice, the rest goes on"
-        return f"{again}: {status.error}"
+        again = error is not None and self[cell].tries < TRIES
+        self.set(cell, "finished" if error is None else "waiting" if again else "failed", error)
+        return again
 
 
 def score(cell: Cell) -> str:
@@ -126,19 +251,19 @@ def local_slots(cells: int, need: float) -> tuple[Slot, ...]:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(cells, cores)
+    places: list[int | None]
     if torch.cuda.is_available():
         sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
         rooms = [max(1, min(most, int(_SPARE * size // need))) for size in sizes]
         # The first place on every device before the second on any.
-        devices = [number for layer in range(max(rooms)) for number, room in enumerate(rooms) if layer < room]
-        places: Sequence[int | None] = devices
+        places = [number for layer in range(max(rooms)) for number, room in enumerate(rooms) if layer < room]
     else:
-        places = [None] * max(1, min(most, int(_SPARE * free_memory() // need)))
+        places = [None] * max(1, min(most, int(_SPARE * _free_memory() // need)))
     count = max(1, min(most, len(places)))
     return tuple(Slot(max(1, cores // count), device) for device in places[:count])
 
 
-def free_memory() -> float:
+def _free_memory() -> float:
     """Bytes that programs may still take."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -155,7 +280,7 @@ def run_local(board: Board, slots: Sequence[Slot], *, command: Sequence[str] = C
 
     Stopped by an exception (Ctrl-C), the cells save their states first. ``command`` starts a process that behaves as `worker` does.
     """
-    queue, workers = deque(board.of("waiting")), [_Worker(slot, command) for slot in slots]
+    queue, workers = deque(board.of("waiting")), [Worker(slot.environment(), command) for slot in slots]
     try:
         while queue or any(worker.cell for worker in workers):
             for worker in workers:
@@ -172,97 +297,84 @@ def run_local(board: Board, slots: Sequence[Slot], *, command: Sequence[str] = C
                     if board.ended(cell_ended, worker.result()):
                         queue.append(cell_ended)
     finally:
-        _stop(workers)
+        for worker in workers:  # all at once: they save at the same time
+            worker.close()
+        deadline = time.monotonic() + GRACE
+        for worker in workers:
+            worker.end(max(0.0, deadline - time.monotonic()))
 
 
-class _Worker:
-    """The process of a slot: started when first needed, and anew after an error."""
+# Ray -----------------------------------------------------------------------------------------------------------------
 
-    cell: Cell | None = None
-    began = 0.0
-    process: subprocess.Popen[str] | None = None
+_LOST = 5  # machines that one cell may lose
 
-    def __init__(self, slot: Slot, command: Sequence[str]) -> None:
-        self._slot, self._command = slot, command
 
-    def start(self, cell: Cell) -> None:
-        if self.process is not None and self.process.poll() is not None:
-            self.end()
-        process = self.process = self.process or self._launch()
-        assert process.stdin is not None
-        self.cell, self.began = cell, time.monotonic()
-        self._read = os.fstat(self._replies.fileno()).st_size
-        with suppress(BrokenPipeError):  # ended at once: its status says why
-            process.stdin.write(json.dumps(cell.spec()) + "\n")
-            process.stdin.flush()
+def run_ray(
+    board: Board, *, address: str | None = None, cpus: float = 2, memory: float = 0.0, command: Sequence[str] = ()
+) -> None:
+    """Run all waiting cells on the cluster at ``address`` (None: the one already connected to, else a new local one).
 
-    @property
-    def ended(self) -> bool:
-        """Whether the cell is: the process has replied, or is gone."""
-        assert self.process is not None
-        return self.process.poll() is not None or reply(self._said()) is not None
+    ``cpus`` and ``memory`` (bytes) are what a cell asks for; a GPU too, where the cluster has any. ``command`` runs instead
+    of `worker`, which each machine starts with its own Python.
+    """
+    try:
+        import ray  # type: ignore[import-not-found,unused-ignore]
+    except ModuleNotFoundError:
+        raise UserError("--engine ray needs the extra `cluster`: pip install 'gated-srp[cluster]'.") from None
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, include_dashboard=False)
+    needs = _needs(ray, cpus, memory)
+    task = ray.remote(**needs, max_retries=_LOST)(_ray_task)
+    pending: dict[Any, Cell] = {}
 
-    def result(self) -> UserError | None:
-        """Why the cell failed, None if it did not; the worker is then free, with a new process if it failed."""
-        assert self.cell is not None and self.process is not None
-        cell, self.cell = self.cell, None
-        found, status = reply(self._said()), self.process.poll()
-        if found is not None:
-            error = found[0]
-        elif status == 0 and cell.run.finished:
-            return None
-        else:
-            self._output.seek(0)
-            error = last_words(self._output.read(), status or 0)
-        if error is None and not cell.run.finished:
-            error = UserError("ended without a result", kind="crash")
-        if error is not None:
-            self.end()
-        return error
+    def submit(cell: Cell) -> None:
+        board[cell].tries += 1
+        pending[task.remote(cell.spec(), tuple(command), max(1, int(needs["num_cpus"])))] = cell
+        board.set(cell, "running")
 
-    def close(self) -> None:
-        """Close its input: a cell in training saves its state, and the process ends."""
-        if self.process is not None and self.process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.process.stdin.close()
+    try:
+        for cell in board.of("waiting"):
+            submit(cell)
+        while pending:
+            board.report()
+            for reference in ray.wait(list(pending), num_returns=1, timeout=5 * _POLL)[0]:
+                cell = pending.pop(reference)
+                try:
+                    board[cell].seconds, error = ray.get(reference)
+                except ray.exceptions.RayTaskError as failed:
+                    error = UserError(str(failed.cause), kind="crash")
+                except ray.exceptions.RayError as lost:
+                    error = UserError(f"lost by the cluster: {type(lost).__name__}", kind="crash")
+                if error is None and not cell.run.finished:
+                    error = UserError("ended, but its folder is not on storage that this machine shares")
+                if board.ended(cell, error):
+                    submit(cell)
+    finally:
+        for reference in pending:
+            ray.cancel(reference)
 
-    def end(self, patience: float = _GRACE) -> None:
-        """Close it, wait until it is gone, and kill it if it does not go."""
-        self.close()
-        if self.process is not None:
-            try:
-                self.process.wait(patience)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-            self._replies.close()
-            self._output.close()
-        self.process = None
 
-    def _launch(self) -> subprocess.Popen[str]:
-        # Files, not pipes: a worker that prints much is not blocked, and one that is killed leaves no reader waiting.
-        self._replies, self._output = _temporary(), _temporary()
-        return subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=self._replies,
-            stderr=self._output,
-            text=True,
-            env=self._slot.environment(),
+def _ray_task(spec: dict[str, Any], command: tuple[str, ...], threads: int) -> tuple[float, UserError | None]:
+    """On one of the machines: seconds that the cell took, and its error. Its process ends when this one does."""
+    # The command of this machine, since Ray imports this module there; Ray has set the number of threads to 1.
+    worker = Worker(Slot(threads).environment(), command or COMMAND)
+    try:
+        worker.start(Cell.from_spec(spec))
+        while not worker.ended:
+            time.sleep(_POLL)
+        return time.monotonic() - worker.began, worker.result()
+    finally:
+        worker.end()
+
+
+def _needs(ray: Any, cpus: float, memory: float) -> dict[str, Any]:
+    """What a cell asks for: never more processors than a machine of the cluster has, or it would wait for ever."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    most, room = (max((machine.get(name, 0) for machine in machines), default=0) for name in ("CPU", "memory"))
+    if memory > room:
+        raise UserError(
+            f"no machine of the cluster has the {memory / 1e9:.1f} GB that the largest slide needs (most: {room / 1e9:.1f} GB)",
+            cure="Set a `cap`, or train.checkpointing: true.",
         )
-
-    def _said(self) -> str:
-        return os.pread(self._replies.fileno(), 1 << 20, self._read).decode(errors="replace")
-
-
-def _temporary() -> IO[str]:
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-def _stop(workers: Sequence[_Worker]) -> None:
-    """All at once: they save at the same time."""
-    for worker in workers:
-        worker.close()
-    deadline = time.monotonic() + _GRACE
-    for worker in workers:
-        worker.end(max(0.0, deadline - time.monotonic()))
+    gpu = {"num_gpus": 1} if any(machine.get("GPU", 0) >= 1 for machine in machines) else {}
+    return {"num_cpus": min(cpus, most), "memory": int(memory), **gpu}

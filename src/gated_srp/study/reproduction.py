@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
-from gated_srp.config.cohort import CohortData, open_cohort
+from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort
+from gated_srp.config.load import load_config
+from gated_srp.config.presets import find_cohort
 from gated_srp.errors import UserError
+from gated_srp.models import find_arm
 from gated_srp.progress import Progress, silent
-from gated_srp.study.cells import Cell, distinct
-from gated_srp.study.claims import judge_claims, read_claims, write_claims
+from gated_srp.study import paper
+from gated_srp.study.cells import Cell, Row, distinct, plan
 from gated_srp.study.comparison import collect, compare_cells
-from gated_srp.study.paper import (
-    PublishedTable,
-    Sources,
-    Study,
-    paper_settings,
-    plan_study,
-    read_published,
-    read_studies,
-    studies_folder,
-)
-from gated_srp.study.results import COLUMNS, Comparison
+from gated_srp.study.paper import PublishedTable, Study, read_studies, studies_folder
+from gated_srp.study.results import COLUMNS, Comparison, StudyResult, html
 from gated_srp.study.statistics import judge
 
 if TYPE_CHECKING:
-    from gated_srp.study.running import Cost, EngineName, Running
+    from gated_srp.study.engine import Cost, EngineName, Running
 
 _LOG = logging.getLogger(__name__)
 Places = str | Path | Mapping[str, str | Path] | None  # one for all cohorts, or by cohort
@@ -40,7 +37,7 @@ Places = str | Path | Mapping[str, str | Path] | None  # one for all cohorts, or
 
 @dataclass(frozen=True, eq=False)
 class ReproducedStudy:
-    """One study of the paper. ``table``: ours beside the published; ``command`` draws a figure that `reproduce` does not."""
+    """One study of the paper. ``table``: ours beside the published."""
 
     study: Study
     cells: tuple[Cell, ...]
@@ -51,39 +48,36 @@ class ReproducedStudy:
 
     @property
     def command(self) -> str:
+        """Of a figure that `reproduce` does not draw."""
         return self.study.command
 
     @property
     def text(self) -> str:
         """The table as Markdown, with its notes; empty for a figure."""
-        return (
-            "" if self.table is None or self.folder is None else (self.folder / "table.md").read_text(encoding="utf-8")
-        )
+        if self.table is None or self.folder is None:
+            return ""
+        return (self.folder / "table.md").read_text(encoding="utf-8")
 
     def plan(self) -> pd.DataFrame:
         """One row per cell: cohort, row, seed, untuned (a row that the paper does not have), and the settings in words."""
-        paper = {row.name for row in self.study.rows}
-        rows = [(c.cohort, c.row, c.unit, c.row not in paper, paper_settings(c)) for c in self.cells]
+        own = {row.name for row in self.study.rows}
+        rows = [(c.cohort, c.row, c.unit, c.row not in own, paper_settings(c)) for c in self.cells]
         return pd.DataFrame(rows, columns=["cohort", "row", "seed", "untuned", "settings"])
 
 
 @dataclass(frozen=True, eq=False)
-class ReproduceResult:
-    """What `reproduce` found; in a notebook it shows the tables.
+class ReproduceResult(StudyResult):
+    """What `reproduce` found, beside what a `StudyResult` has; in a notebook it shows the tables.
 
     Attributes:
         studies: each study with its table, comparison and files.
         notes: what was left out, and why.
         runs: distinct runs that the studies need together.
-        failed: the reason for each cell that failed twice.
-        script: the Slurm script that is to be submitted.
     """
 
     studies: tuple[ReproducedStudy, ...]
     notes: tuple[str, ...]
     runs: int
-    failed: Mapping[str, UserError] | None = None
-    script: Path | None = None
 
     @property
     def verdict(self) -> str:
@@ -91,7 +85,7 @@ class ReproduceResult:
 
     def _repr_html_(self) -> str:
         tables = [(one.study.title, one.table) for one in self.studies if one.table is not None]
-        return "".join(f"<h4>{title}</h4>{table.to_html(index=False, na_rep='')}" for title, table in tables)
+        return "".join(f"<h4>{title}</h4>{html(table)}" for title, table in tables)
 
 
 def reproduce(
@@ -126,7 +120,7 @@ def reproduce(
     Example:
         >>> plan = gated_srp.reproduce("survival", dry_run=True).studies[0].plan()  # doctest: +SKIP
     """
-    from gated_srp.study.running import Running, run_cells
+    from gated_srp.study.engine import Running, run_cells
 
     running = Running(jobs, engine, address, confirm, progress)
     sources = Sources(_by_cohort(features), _by_cohort(labels), Path(out), settings or {})
@@ -134,9 +128,8 @@ def reproduce(
     studies = [study.only(cohorts) for study in every]
     if cohorts and not any(study.columns for study in studies):
         there = ", ".join(dict.fromkeys(cohort for study in every for cohort in study.columns)) or "none"
-        raise UserError(
-            f"{name} has no such cohort", where=f"cohorts {','.join(cohorts)}", cure=f"Its cohorts: {there}."
-        )
+        what, cure = f"{name} has no such cohort", f"Its cohorts: {there}."
+        raise UserError(what, where=f"cohorts {','.join(cohorts)}", cure=cure)
     studies.sort(key=lambda study: study.kind == "claims")  # they read what the others have written
     plans = [(study, *plan_study(study, sources, cohorts=cohorts, seeds=seeds)) for study in studies]
     notes = tuple(dict.fromkeys(note for _, _, notes in plans for note in notes))
@@ -153,7 +146,8 @@ def reproduce(
     if ran and ran.script:
         return ReproduceResult(tuple(ReproducedStudy(s, c) for s, c, _ in plans), notes, count, script=ran.script)
     found = [write_study(sources.out / "reproduce" / s.name, s, cells, about, running) for s, cells, about in plans]
-    return ReproduceResult(tuple(found), notes, count, ran.failed if ran else {})
+    files = tuple(path for one in found for path in one.files)
+    return ReproduceResult(tuple(found), notes, count, files=files, failed=ran.failed if ran else {})
 
 
 def _by_cohort(places: Places) -> dict[str, Path]:
@@ -177,11 +171,92 @@ def _open(cells: Sequence[Cell]) -> tuple[dict[str, CohortData], set[tuple[str, 
             missing.add(_files(cell))
             _LOG.warning("note: %s, %s: left out. %s", cell.cohort, cell.config.encoder, error)
     if missing and not data:
-        raise UserError(
-            "no cohort of this study has its files",
-            cure="Name them with --features and --labels, or look with --dry-run.",
-        )
+        cure = "Name them with --features and --labels, or look with --dry-run."
+        raise UserError("no cohort of this study has its files", cure=cure)
     return data, missing
+
+
+# Planning ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a user keeps files; by cohort, or ``""`` for all. ``settings`` replace the paper's."""
+
+    features: Mapping[str, Path]
+    labels: Mapping[str, Path]
+    out: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, cohort: str) -> CohortConfig:
+        """The paper's settings for a cohort, on the user's files; for one of images ``features`` is their folder."""
+        images = find_cohort(cohort).images
+        place: dict[str, Any] = ({} if images else {"encoder": "uni_v2"}) | {"out": str(self.out), **self.settings}
+        found, labels = self.features_of(cohort), self.labels.get(cohort, self.labels.get(""))
+        place |= {"images.folder" if images else "features": str(found)} if found else {}
+        place |= {"labels": str(labels)} if labels else {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cohort.yaml"
+            path.write_text(yaml.safe_dump({"cohort": cohort}), encoding="utf-8")
+            return load_config(path, place)
+
+    def features_of(self, cohort: str) -> Path | None:
+        """The folder named for the cohort; otherwise its subfolder of the common one; otherwise the common one."""
+        if cohort in self.features or "" not in self.features:
+            return self.features.get(cohort)
+        root = self.features[""]
+        names = {cohort.lower(), cohort.lower().replace("-", "_"), cohort.lower().removeprefix("tcga-")}
+        below = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        return next((path for path in below if path.name.lower() in names), root)
+
+    def why_not(self, cohort: str) -> str | None:
+        """Why a cohort cannot be run: KGH is private, so it needs a local copy."""
+        labels = self.labels.get(cohort, self.labels.get(""))
+        if cohort != "KGH" or cohort in self.labels or (labels and (labels / "kgh" / "slides.csv").is_file()):
+            return None
+        return "private; name a local copy with --labels KGH=TABLE.csv --features KGH=FOLDER"
+
+
+def plan_study(
+    study: Study, sources: Sources, *, cohorts: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """The cells of a study, and notes on what is left out. Columns stay in the paper's order."""
+    wanted = {find_cohort(name).name for name in cohorts}
+    notes = []
+    if sources.settings:
+        changed = ", ".join(f"{name} = {value}" for name, value in sources.settings.items())
+        notes.append(
+            f"set by hand: {changed}. Where the paper set it otherwise, the judgement says nothing about the paper"
+        )
+    cells: list[Cell] = []
+    for cohort in study.columns:
+        if wanted and cohort not in wanted:
+            continue
+        if reason := study.skip.get(cohort) or sources.why_not(cohort):
+            notes.append(f"{cohort}: skipped, {reason}")
+            continue
+        config = sources.config(cohort)
+        other = study.arms.get(cohort, {})
+        shorter = {} if study.epochs is None else {"train.epochs": study.epochs}
+        rows = [Row(r.name, other.get(r.arm, r.arm), {**r.changes, **shorter}) for r in study.all_rows]
+        cells += plan(config, rows, tuple(seeds) or study.seeds)
+    return tuple(cells), tuple(notes)
+
+
+def paper_settings(cell: Cell) -> str:
+    """The settings that a cell trains with, in words."""
+    config, train = cell.config, cell.config.train
+    parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
+    parts += [f"batch {train.batch_size}"] if train.batch_size > 1 else []
+    if config.images:
+        parts.append(f"images of {config.images.size} pixels, patches of {config.images.patch}")
+    else:
+        parts += [f"cap {config.cap}" if config.cap else "no cap", str(config.encoder)]
+    parts += [f"window {config.window}"] if config.window != 3 else []
+    if find_arm(cell.arm).gated:
+        gate = config.gate(cell.arm)
+        parts.append(f"delta {gate.delta:g}, h {gate.hidden_dim}" + (f" ({gate.note})" if gate.note else ""))
+    return ", ".join(parts)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -201,12 +276,10 @@ def write_study(
             runs = {c: [cell.run for cell in cells if cell.cohort == c and cell.run.finished] for c in cohorts}
             files += draw_trajectories(runs, folder / f"trajectories_{name}", title=study.rows[0].name)
     elif study.kind == "claims":
-        table = judge_claims(
-            read_claims(studies_folder() / f"{study.name}.yaml"),
-            read_published(studies_folder() / "published.yaml"),
-            folder.parent.parent,
-        )
-        files = write_claims(folder, study.title, table)
+        claims = paper.read_claims(studies_folder() / f"{study.name}.yaml")
+        published = paper.read_published(studies_folder() / "published.yaml")
+        table = paper.judge_claims(claims, published, folder.parent.parent)
+        files = paper.write_claims(folder, study.title, table)
         return ReproducedStudy(study, (), table, folder=folder, files=tuple(files))
     elif study.kind != "elsewhere" and cells:
         return _write_table(folder, study, cells, notes, running)
@@ -217,7 +290,6 @@ def _write_table(
     folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
 ) -> ReproducedStudy:
     from gated_srp.machine import this_machine
-    from gated_srp.models import find_arm
     from gated_srp.reports.tables import write_comparison, write_reproduction
 
     if study.kind == "runtime":
@@ -252,31 +324,25 @@ def measured(cells: Sequence[Cell], running: Running) -> pd.DataFrame:
 def beside_published(study: Study, results: pd.DataFrame) -> pd.DataFrame:
     """One line per number of the paper's table and of further rows: ours, published, difference, verdict."""
     lines = []
-    for row in study.all_rows:
-        for cohort, metrics in study.columns.items():
-            for metric in metrics:
-                mine = results[
-                    (results["cohort"] == cohort) & (results["arm"] == row.name) & (results["metric"] == metric)
-                ]
-                values = mine["value"].dropna().to_numpy(np.float64)
-                printed, std = (_number(table, row.name, cohort, metric) for table in (study.published, study.std))
-                found = judge([], 0.0) if printed is None else judge(list(values), printed, std)
-                lines.append(
-                    {
-                        "row": row.name,
-                        "cohort": cohort,
-                        "metric": metric,
-                        "mean": values.mean() if len(values) else math.nan,
-                        "std": values.std(ddof=1) if len(values) > 1 else math.nan,
-                        "seeds": len(values),
-                        "published": math.nan if printed is None else printed,
-                        "published_std": math.nan if std is None else std,
-                        "difference": found.difference,
-                        "low": found.low,
-                        "high": found.high,
-                        "verdict": "not published" if printed is None else found.word if len(values) else "not run",
-                    }
-                )
+    for row, cohort in product([row.name for row in study.all_rows], study.columns):
+        for metric in study.columns[cohort]:
+            at = {"row": row, "cohort": cohort, "metric": metric}
+            mine = (results["cohort"] == cohort) & (results["arm"] == row) & (results["metric"] == metric)
+            values = results.loc[mine, "value"].dropna().to_numpy(np.float64)
+            n, printed, std = len(values), _number(study.published, **at), _number(study.std, **at)
+            found = judge([], 0.0) if printed is None else judge(list(values), printed, std)
+            ours = {
+                "mean": values.mean() if n else math.nan,
+                "std": values.std(ddof=1) if n > 1 else math.nan,
+                "seeds": n,
+            }
+            theirs = {
+                "published": math.nan if printed is None else printed,
+                "published_std": math.nan if std is None else std,
+            }
+            verdict = "not published" if printed is None else found.word if n else "not run"
+            judged = {"difference": found.difference, "low": found.low, "high": found.high, "verdict": verdict}
+            lines.append(at | ours | theirs | judged)
     frame = pd.DataFrame(lines)
     return _beside_base(frame, study.rows[0].name) if study.kind == "runtime" else frame
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,31 @@ import pandas as pd
 
 from gated_srp.data.spreadsheet import pick_column, read_frame
 from gated_srp.errors import UserError
-from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired, t_test
+from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired
 
 COLUMNS = ("cohort", "arm", "seed", "metric", "value")
 LOWER_IS_BETTER = frozenset({"brier", "integrated_brier", "calibration_error", "loss", "peak_reserved_gib"})
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def html(table: pd.DataFrame) -> str:
+    """As a notebook shows a table of results."""
+    return table.to_html(index=False, na_rep="")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StudyResult:
+    """What the results of all flows have.
+
+    Attributes:
+        files: what was written.
+        failed: the reason for each cell that failed twice.
+        script: the Slurm script that is to be submitted; nothing has run yet then.
+    """
+
+    files: tuple[Path, ...] = ()
+    failed: Mapping[str, UserError] = field(default_factory=dict)
+    script: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,25 @@ class Difference:
         """The interval excludes zero and Holm's adjusted p is below 5 %."""
         return self.test.excludes_zero and self.p_holm < LEVEL
 
+    def as_json(self) -> dict[str, Any]:
+        found = self.statistics
+        row: dict[str, Any] = {
+            "cohort": self.cohort,
+            "arm": self.arm,
+            "metric": self.metric,
+            "mean": self.means[0],
+            "std": self.stds[0],
+        }
+        row |= {"reference_mean": self.means[1], "reference_std": self.stds[1], "n": found.n, **_test_json(found.plain)}
+        row |= {name: getattr(found, name) for name in ("wilcoxon_p", "wins", "losses", "ties")}
+        if self.cohort is None:  # cohorts share no data: one test, and what is counted are cohorts
+            row["cohorts_needed"] = found.seeds_needed
+        else:
+            row["corrected"] = _test_json(found.corrected)
+            row["seeds_needed"], row["seeds_needed_plain"] = found.seeds_needed, found.seeds_needed_plain
+            row["bootstrap"] = self.bootstrap and asdict(self.bootstrap)
+        return row | {name: getattr(self, name) for name in ("p_holm", "claimed", "missing", "verdict")}
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -59,22 +98,22 @@ class Comparison:
     def table(self) -> pd.DataFrame:
         """One row per arm, metric and cohort (missing: over cohorts), with the interval and the verdict."""
         rows = [
-            {
-                "cohort": one.cohort,
-                "arm": one.arm,
-                "metric": one.metric,
-                "mean": one.means[0],
-                "reference": one.means[1],
-                "difference": one.test.mean,
-                "low": one.test.low,
-                "high": one.test.high,
-                "n": one.statistics.n,
-                "p_holm": one.p_holm,
-                "verdict": one.verdict,
-            }
-            for one in (*self.cohorts, *self.across)
+            (
+                d.cohort,
+                d.arm,
+                d.metric,
+                *d.means,
+                d.test.mean,
+                d.test.low,
+                d.test.high,
+                d.statistics.n,
+                d.p_holm,
+                d.verdict,
+            )
+            for d in (*self.cohorts, *self.across)
         ]
-        return pd.DataFrame(rows)
+        names = "cohort arm metric mean reference difference low high n p_holm verdict"
+        return pd.DataFrame(rows, columns=names.split())
 
     @property
     def verdict(self) -> str:
@@ -85,7 +124,7 @@ class Comparison:
         return self.verdict
 
     def _repr_html_(self) -> str:
-        return f"<p>against {self.reference}</p>{self.table.to_html(index=False, na_rep='')}"
+        return f"<p>against {self.reference}</p>{html(self.table)}"
 
     def _lines(self) -> Iterator[str]:
         yield from (f"note: {note}" for note in self.notes)
@@ -109,8 +148,8 @@ class Comparison:
         return {
             "reference": self.reference,
             "test_train_ratio": self.ratio,
-            "cohorts": [_null(_plain(one)) for one in self.cohorts],
-            "across": [_null(_plain(one)) for one in self.across],
+            "cohorts": [_null(one.as_json()) for one in self.cohorts],
+            "across": [_null(one.as_json()) for one in self.across],
             "notes": list(self.notes),
         }
 
@@ -118,13 +157,13 @@ class Comparison:
 def read_results(results: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Results with text in all columns but ``value``, and notes on what is missing. An arm named "NA" stays an arm."""
     path: str | Path = "results"
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if isinstance(results, pd.DataFrame):
         frame = results.map(lambda value: None if pd.isna(value) else str(value))
     else:
         path = results
         frame, found = read_frame(path)
-        notes = tuple(note.line for note in found)
+        notes = [note.line for note in found]
     frame = frame.rename(columns={pick_column(frame, name, path): name for name in COLUMNS})[list(COLUMNS)]
     for name in COLUMNS[:-1]:
         if frame[name].isna().any():
@@ -144,8 +183,8 @@ def read_results(results: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, tupl
         cell = ", ".join(row[name] for name in COLUMNS[:-1])
         raise UserError(f"a second value for {cell}", where=f"{path}, row {row.name}", cure="Keep one row for each.")
     if frame["value"].isna().any():
-        notes = (*notes, f"{int(frame['value'].isna().sum())} rows have no value and are left out")
-    return frame.dropna(subset="value").reset_index(drop=True), notes
+        notes.append(f"{int(frame['value'].isna().sum())} rows have no value and are left out")
+    return frame.dropna(subset="value").reset_index(drop=True), tuple(notes)
 
 
 def find_arm(results: pd.DataFrame, name: str) -> str:
@@ -170,13 +209,13 @@ def compare_results(
     reference = find_arm(results, reference)
     cohorts = list(_cohort_cells(results, reference, ratio, lower_is_better))
     across = list(_across_cells(cohorts, lower_is_better))
-    return Comparison(
-        reference,
-        ratio,
-        tuple(_judged(cohorts, lower_is_better, "seed")),
-        tuple(_judged(across, lower_is_better, "cohort")),
-        (*notes, *_missing_notes(cohorts)),
+    missing = (
+        f"{d.cohort}, {d.metric}: seed {', '.join(d.missing)} of only one of {d.arm} and the reference; left out"
+        for d in cohorts
+        if d.missing
     )
+    judged = (tuple(_judged(cohorts, lower_is_better, "seed")), tuple(_judged(across, lower_is_better, "cohort")))
+    return Comparison(reference, ratio, *judged, (*notes, *missing))
 
 
 def _cohort_cells(
@@ -191,16 +230,10 @@ def _cohort_cells(
             pairs = both.dropna()
             found = paired(pairs[arm] - pairs[reference], ratio, lower_is_better=metric in lower_is_better)
             missing = tuple(sorted(both.index[both.isna().sum(axis=1) == 1]))
-            means, stds = pairs.mean(), pairs.std(ddof=1)
+            (mean, other), (std, other_std) = (map(float, part) for part in (pairs.mean(), pairs.std(ddof=1)))
+            where = {"cohort": str(cohort), "arm": arm, "metric": str(metric), "missing": missing}
             yield Difference(
-                cohort=str(cohort),
-                arm=arm,
-                metric=str(metric),
-                means=(float(means[arm]), float(means[reference])),
-                stds=(float(stds[arm]), float(stds[reference])),
-                test=found.corrected,
-                statistics=found,
-                missing=missing,
+                **where, means=(mean, other), stds=(std, other_std), test=found.corrected, statistics=found
             )
 
 
@@ -208,18 +241,10 @@ def _across_cells(cells: list[Difference], lower_is_better: Collection[str]) -> 
     for arm, metric in dict.fromkeys((cell.arm, cell.metric) for cell in cells):
         family = [cell for cell in cells if (cell.arm, cell.metric) == (arm, metric)]
         means = np.array([cell.means for cell in family if cell.statistics.n]).reshape(-1, 2)
-        differences = means[:, 0] - means[:, 1]
-        some = len(means) > 0
-        yield Difference(
-            cohort=None,
-            arm=arm,
-            metric=metric,
-            means=(float(means[:, 0].mean()), float(means[:, 1].mean())) if some else (math.nan, math.nan),
-            stds=(math.nan, math.nan),
-            test=t_test(differences),
-            statistics=paired(differences, 0.0, lower_is_better=metric in lower_is_better),
-            missing=tuple(str(cell.cohort) for cell in family if not cell.statistics.n),
-        )
+        found = paired(means[:, 0] - means[:, 1], 0.0, lower_is_better=metric in lower_is_better)
+        over = (float(means[:, 0].mean()), float(means[:, 1].mean())) if len(means) else (math.nan, math.nan)
+        missing = tuple(str(cell.cohort) for cell in family if not cell.statistics.n)
+        yield Difference(None, arm, metric, over, (math.nan, math.nan), found.plain, found, missing)
 
 
 def _judged(cells: list[Difference], lower_is_better: Collection[str], unit: str) -> Iterator[Difference]:
@@ -245,53 +270,15 @@ def verdict(cell: Difference, unit: str, *, family: int, lower: bool) -> str:
         return f"the same difference, {test.mean:+.4f}, in {every}: no spread, hence no interval and no claim"
     interval = f"{test.mean:+.4f}, 95 % interval {test.low:+.4f} to {test.high:+.4f}"
     if not test.excludes_zero:
-        return f"not distinguishable from zero with {count} ({interval}){_outlook(cell, unit)}"
+        needed, outlook = cell.statistics.seeds_needed, ""
+        if round(test.mean, 4) != 0:
+            none = f"; no number of {unit}s on these data would show a difference of this size"
+            outlook = none if needed is None else f"; were it real, about {needed} {unit}s would show it"
+        return f"not distinguishable from zero with {count} ({interval}){outlook}"
     side = "better" if (test.mean < 0) == lower else "worse"
     if not cell.claimed:
         return f"{side} by itself ({interval}), but not after Holm's correction over {family} comparisons: only a hint"
     return f"{side} ({interval})" + (f", also after Holm's correction over {family} comparisons" if family > 1 else "")
-
-
-def _outlook(cell: Difference, unit: str) -> str:
-    needed = cell.statistics.seeds_needed
-    if round(cell.test.mean, 4) == 0:
-        return ""
-    if needed is None:
-        return f"; no number of {unit}s on these data would show a difference of this size"
-    return f"; were it real, about {needed} {unit}s would show it"
-
-
-def _missing_notes(cells: list[Difference]) -> Iterator[str]:
-    for cell in cells:
-        if cell.missing:
-            seeds = ", ".join(cell.missing)
-            yield f"{cell.cohort}, {cell.metric}: seed {seeds} of only one of {cell.arm} and the reference; left out"
-
-
-def _plain(cell: Difference) -> dict[str, Any]:
-    found = cell.statistics
-    row = {
-        "cohort": cell.cohort,
-        "arm": cell.arm,
-        "metric": cell.metric,
-        "mean": cell.means[0],
-        "std": cell.stds[0],
-        "reference_mean": cell.means[1],
-        "reference_std": cell.stds[1],
-        "n": found.n,
-        **_test_json(found.plain),
-        "wilcoxon_p": found.wilcoxon_p,
-        "wins": found.wins,
-        "losses": found.losses,
-        "ties": found.ties,
-    }
-    if cell.cohort is None:  # cohorts share no data: one test, and what is counted are cohorts
-        row["cohorts_needed"] = found.seeds_needed
-    else:
-        row["corrected"] = _test_json(found.corrected)
-        row["seeds_needed"], row["seeds_needed_plain"] = found.seeds_needed, found.seeds_needed_plain
-        row["bootstrap"] = cell.bootstrap and asdict(cell.bootstrap)
-    return row | {"p_holm": cell.p_holm, "claimed": cell.claimed, "missing": cell.missing, "verdict": cell.verdict}
 
 
 def _test_json(test: TTest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -98,17 +98,10 @@ def paired(differences: ArrayLike, ratio: float = RATIO, *, lower_is_better: boo
     """All statistics of the differences of one cohort; ``ratio`` is the size of the test set over the training set."""
     values = _tidy(differences)
     better = -values if lower_is_better else values
-    return Paired(
-        n=len(values),
-        spread=float(values.std(ddof=1)) if len(values) > 1 else NAN,
-        ratio=ratio,
-        plain=t_test(values),
-        corrected=t_test(values, ratio),
-        wilcoxon_p=wilcoxon_p(values),
-        wins=int((better > 0).sum()),
-        losses=int((better < 0).sum()),
-        ties=int((values == 0).sum()),
-    )
+    wins, losses, ties = (int(which.sum()) for which in (better > 0, better < 0, values == 0))
+    tests = t_test(values), t_test(values, ratio), wilcoxon_p(values)
+    spread = float(values.std(ddof=1)) if len(values) > 1 else NAN
+    return Paired(len(values), spread, ratio, *tests, wins, losses, ties)
 
 
 def wilcoxon_p(differences: ArrayLike) -> float:
@@ -183,8 +176,7 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """Our mean against a published one; ``word``: compatible, not compatible, or not judged."""
 
     difference: float
@@ -258,14 +250,12 @@ def paired_bootstrap(
         return {}
     size = len(place)
     drawn = [differences(np.bincount(rng.integers(0, size, size), minlength=size)) for _ in range(repeats)]
-    whole = differences(np.ones(size, dtype=np.int64))
-    return {name: _percentiles(value, [one[name] for one in drawn]) for name, value in whole.items()}
-
-
-def _percentiles(difference: float, drawn: list[float]) -> Bootstrap:
-    defined = [value for value in drawn if not math.isnan(value)]
-    low, high = np.quantile(defined, (LEVEL / 2, 1 - LEVEL / 2)) if defined else (NAN, NAN)
-    return Bootstrap(difference, float(low), float(high), len(defined))
+    found = {}
+    for name, difference in differences(np.ones(size, dtype=np.int64)).items():
+        defined = [one[name] for one in drawn if not math.isnan(one[name])]
+        low, high = np.quantile(defined, (LEVEL / 2, 1 - LEVEL / 2)) if defined else (NAN, NAN)
+        found[name] = Bootstrap(difference, float(low), float(high), len(defined))
+    return found
 
 
 def _aligned(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:

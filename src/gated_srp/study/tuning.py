@@ -6,7 +6,7 @@ The base arm is not tuned, so a tuned row never stands alone: `compare` shows it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import TUNED, Sizes
 from gated_srp.progress import Progress, silent
-from gated_srp.study.cells import Cell, Row, cohort_config, plan, quick_version, refuse_unpaired, unit_name
+from gated_srp.study.cells import Cell, Row, cohort_config, folds, plan, quick_version, refuse_unpaired, unit_name
+from gated_srp.study.results import StudyResult, html
 from gated_srp.study.statistics import TTest, t_test
 
 if TYPE_CHECKING:
-    from gated_srp.study.running import Cost, EngineName
+    from gated_srp.study.engine import Cost, EngineName
 
 DELTAS = (0.5, 1.0, 1.5, 2.0)
 WIDTHS = (16, 32, 64, 128)
@@ -31,16 +32,14 @@ START = (Sizes.delta, Sizes.hidden_dim)  # the defaults, which an untuned user h
 
 
 @dataclass(frozen=True, eq=False)
-class TuneResult:
-    """What `tune` chose; in a notebook it shows the choices.
+class TuneResult(StudyResult):
+    """What `tune` chose, beside what a `StudyResult` has; in a notebook it shows the choices.
 
     Attributes:
         grid: one row per seed and setting: unit, delta, hidden_dim, score, validation, test.
         choices: the setting chosen for each seed.
         optimism: how much of the validation score was luck; None if only a Slurm script was written.
         files: ``tuned.yaml``, which `compare` reads, and ``tuning.csv``.
-        failed: the reason for each cell that failed twice.
-        script: the Slurm script that is to be submitted.
     """
 
     arm: str
@@ -48,9 +47,6 @@ class TuneResult:
     grid: pd.DataFrame
     choices: tuple[Choice, ...] = ()
     optimism: Optimism | None = None
-    files: tuple[Path, ...] = ()
-    failed: Mapping[str, UserError] | None = None
-    script: Path | None = None
 
     @property
     def table(self) -> pd.DataFrame:
@@ -70,7 +66,7 @@ class TuneResult:
         return "\n".join([*lines, str(self.optimism)])
 
     def _repr_html_(self) -> str:
-        return self.table.to_html(index=False)
+        return html(self.table)
 
 
 def tune(
@@ -102,7 +98,7 @@ def tune(
     """
     from gated_srp.config.cohort import open_cohort
     from gated_srp.study.comparison import split_ratio
-    from gated_srp.study.running import Running, run_cells
+    from gated_srp.study.engine import Running, run_cells
 
     running = Running(jobs, engine, address, confirm, progress)
     config = cohort_config(cohort, out)
@@ -121,7 +117,7 @@ def tune(
     beside = path.with_name("tuning.csv")
     write_whole(beside, grid.to_csv(index=False, lineterminator="\n"))
     found = optimism(choices, split_ratio(cells))
-    return TuneResult(arm, config.metric, grid, choices, found, (path, beside), ran.failed)
+    return TuneResult(arm, config.metric, grid, choices, found, files=(path, beside), failed=ran.failed)
 
 
 # Choosing ------------------------------------------------------------------------------------------------------------
@@ -154,9 +150,7 @@ class Choice:
 def tuning_table(cells: Sequence[Cell]) -> pd.DataFrame:
     """unit, delta, hidden_dim, score (what selects), validation and test (the metric itself), of finished cells."""
     rows = []
-    for cell in cells:
-        if not cell.run.finished:
-            continue
+    for cell in (cell for cell in cells if cell.run.finished):
         gate, best = cell.config.gate(cell.arm), cell.run.results.get("best_score")
         val, test = (cell.metrics(part).get(cell.config.metric, math.nan) for part in ("val", "test"))
         rows.append((cell.unit, gate.delta, gate.hidden_dim, best, val, test))
@@ -168,25 +162,12 @@ def choose(table: pd.DataFrame) -> tuple[Choice, ...]:
     chosen = []
     for unit, part in table.groupby("unit", sort=False):
         if len(part) < len(DELTAS) * len(WIDTHS):
-            raise UserError(
-                f"only {len(part)} of {len(DELTAS) * len(WIDTHS)} settings are finished, so none is chosen",
-                where=f"seed {unit}",
-                cure="Mend what failed and start the same command again.",
-            )
+            what = f"only {len(part)} of {len(DELTAS) * len(WIDTHS)} settings are finished, so none is chosen"
+            raise UserError(what, where=f"seed {unit}", cure="Mend what failed and start the same command again.")
         best = part.sort_values(["score", "hidden_dim", "delta"], ascending=[False, True, True]).iloc[0]
         start = part[(part["delta"] == START[0]) & (part["hidden_dim"] == START[1])].iloc[0]
-        chosen.append(
-            Choice(
-                unit=str(unit),
-                delta=float(best["delta"]),
-                hidden_dim=int(best["hidden_dim"]),
-                validation=float(best["validation"]),
-                test=float(best["test"]),
-                start_validation=float(start["validation"]),
-                start_test=float(start["test"]),
-                best_test=float(part["test"].max()),
-            )
-        )
+        scores = [*best[["validation", "test"]], *start[["validation", "test"]], part["test"].max()]
+        chosen.append(Choice(str(unit), float(best["delta"]), int(best["hidden_dim"]), *map(float, scores)))
     return tuple(chosen)
 
 
@@ -239,8 +220,7 @@ def freeze(config: CohortConfig, arm: str, choices: Sequence[Choice]) -> Path:
     before = read_frozen(config)
     kept = before["chosen"] if before and before["arm"] == arm else {}
     content = {"arm": arm, "chosen_on": f"validation {config.metric}, within each seed", "chosen": kept | chosen}
-    path = frozen_path(config)
-    write_whole(path, yaml.safe_dump(content, sort_keys=False))
+    write_whole(path := frozen_path(config), yaml.safe_dump(content, sort_keys=False))
     return path
 
 
@@ -266,15 +246,10 @@ def tuned_rows(config: CohortConfig, arms: Sequence[str], seeds: Sequence[int]) 
     frozen = read_frozen(config)
     if frozen is None or frozen["arm"] not in arms:
         return [], []
-    units = [
-        unit_name(config, seed, fold) for seed in seeds for fold in range(config.folds.number if config.folds else 1)
-    ]
+    units = [unit_name(config, seed, fold) for seed in seeds for fold in folds(config)]
     if missing := [unit for unit in units if unit not in frozen["chosen"]]:
-        return [], [
-            f"{frozen_path(config)}: has no setting for seed {', '.join(missing)}, so the tuned row is left out"
-        ]
-    changes = {
-        unit: {"model.delta": gate["delta"], "model.hidden_dim": gate["hidden_dim"]}
-        for unit, gate in frozen["chosen"].items()
-    }
+        note = f"has no setting for seed {', '.join(missing)}, so the tuned row is left out"
+        return [], [f"{frozen_path(config)}: {note}"]
+    chosen = frozen["chosen"].items()
+    changes = {unit: {f"model.{name}": value for name, value in gate.items()} for unit, gate in chosen}
     return [Row(frozen["arm"] + TUNED, frozen["arm"], by_unit=changes)], []

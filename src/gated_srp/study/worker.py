@@ -1,4 +1,4 @@
-"""The process that trains cells: ``python -m gated_srp.study.worker``.
+"""The process that trains cells, ``python -m gated_srp.study.worker``, and `Worker`, the end of it that a study holds.
 
 Without arguments it reads cells (JSON, one per line) from standard input and runs one after the other, so that libraries are
 imported once. After each it writes a line to standard output: ``{}``, or ``{"error": {what, where, cure, kind}}``. It ends when
@@ -9,27 +9,34 @@ its input is closed; a cell in training then stops with its state saved, so no c
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
+import math
 import os
 import queue
 import resource
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from gated_srp.errors import Interrupted, UserError
+from gated_srp.files import write_whole
+
+if TYPE_CHECKING:
+    from gated_srp.study.cells import Cell
 
 COMMAND = (sys.executable, "-m", "gated_srp.study.worker")
 STOPPED = 130  # exit status of a process that saved its state and left
-_PATIENCE = 60.0  # seconds that a cell's previous process has to save its state and leave
+GRACE = 60.0  # seconds that a process has to save its state and leave
 
 
 # What it does --------------------------------------------------------------------------------------------------------
@@ -41,7 +48,7 @@ def run_cell(spec: Mapping[str, Any]) -> Path:
     from gated_srp.training.train import train
 
     cell = Cell.from_spec(spec)
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + GRACE
     while (cell.key / ".lock").exists():  # the study before this one may have been stopped a moment ago
         try:
             with cell.run.lock():
@@ -56,11 +63,9 @@ def run_cell(spec: Mapping[str, Any]) -> Path:
 class _Silent:
     """Callbacks that do nothing."""
 
-    def bag(self, bag: object) -> None: ...
+    def bag(self, _: object) -> None: ...
 
-    def window(self, training: object) -> None: ...
-
-    def epoch(self, training: object) -> None: ...
+    window = epoch = bag
 
 
 def measure_cell(spec: Mapping[str, Any]) -> dict[str, float]:
@@ -137,6 +142,128 @@ def _told(error: Exception) -> dict[str, Any]:
     return {"error": {name: getattr(error, name) for name in ("what", "where", "cure", "kind")}}
 
 
+# Holding it ---------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that runs one cell at a time: started when first needed, and anew after an error."""
+
+    cell: Cell | None = None
+    began = 0.0
+    process: subprocess.Popen[str] | None = None
+
+    def __init__(self, environment: Mapping[str, str], command: Sequence[str] = COMMAND) -> None:
+        self._environment, self._command = environment, command
+
+    def start(self, cell: Cell) -> None:
+        if self.process is not None and self.process.poll() is not None:
+            self.end()
+        process = self.process = self.process or self._launch()
+        assert process.stdin is not None
+        self.cell, self.began = cell, time.monotonic()
+        self._read = os.fstat(self._replies.fileno()).st_size
+        with suppress(BrokenPipeError):  # ended at once: its status says why
+            process.stdin.write(json.dumps(cell.spec()) + "\n")
+            process.stdin.flush()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the cell is: the process has replied, or is gone."""
+        assert self.process is not None
+        return self.process.poll() is not None or reply(self._said()) is not None
+
+    def result(self) -> UserError | None:
+        """Why the cell failed, None if it did not; the worker is then free, with a new process if it failed."""
+        assert self.cell is not None and self.process is not None
+        cell, self.cell = self.cell, None
+        found, status = reply(self._said()), self.process.poll()
+        if found is not None:
+            error = found[0]
+        elif status == 0 and cell.run.finished:
+            return None
+        else:
+            self._output.seek(0)
+            error = last_words(self._output.read(), status or 0)
+        if error is None and not cell.run.finished:
+            error = UserError("ended without a result", kind="crash")
+        if error is not None:
+            self.end()
+        return error
+
+    def close(self) -> None:
+        """Close its input: a cell in training saves its state, and the process ends."""
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+    def end(self, patience: float = GRACE) -> None:
+        """Close it, wait until it is gone, and kill it if it does not go."""
+        self.close()
+        if self.process is not None:
+            try:
+                self.process.wait(patience)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self._replies.close()
+            self._output.close()
+        self.process = None
+
+    def _launch(self) -> subprocess.Popen[str]:
+        # Files, not pipes: a worker that prints much is not blocked, and one that is killed leaves no reader waiting.
+        self._replies, self._output = _temporary(), _temporary()
+        pipe, said, printed = subprocess.PIPE, self._replies, self._output
+        return subprocess.Popen(
+            self._command, stdin=pipe, stdout=said, stderr=printed, text=True, env=self._environment
+        )
+
+    def _said(self) -> str:
+        return os.pread(self._replies.fileno(), 1 << 20, self._read).decode(errors="replace")
+
+
+def _temporary() -> IO[str]:
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+# Slurm ---------------------------------------------------------------------------------------------------------------
+
+_SLACK = 3.0  # of the estimated time; a task that runs out of it continues when it is submitted again
+_NOTICE = 120  # seconds before the end at which Slurm asks a task to save and leave
+
+
+def write_job_array(
+    folder: Path, cells: Sequence[Cell], *, seconds: float, memory: float, gpu: bool, threads: int = 4
+) -> Path:
+    """``cells.jsonl`` and ``job.sh``; ``seconds`` and ``memory`` (bytes) of the largest cell, roughly. All paths are absolute."""
+    folder = folder.absolute()
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "cells.jsonl", "".join(json.dumps(cell.spec()) + "\n" for cell in cells))
+    minutes = max(30, math.ceil(_SLACK * seconds / 60))
+    gigabytes = max(4, math.ceil(1.5 * memory / 1e9))
+    lines = [
+        "#!/bin/bash",
+        f"# {len(cells)} cells of a gated-srp study. Submit with: sbatch {shlex.quote(str(folder / 'job.sh'))}",
+        "# Time and memory are rough; change them to what your cluster wants. A task that was cut short continues from its last",
+        "# state when the script is submitted again; finished ones end at once.",
+        "#SBATCH --job-name=gated-srp",
+        f"#SBATCH --array=0-{len(cells) - 1}",
+        f"#SBATCH --time={minutes}",
+        f"#SBATCH --mem={gigabytes}G",
+        f"#SBATCH --cpus-per-task={threads}",
+        *(["#SBATCH --gres=gpu:1"] if gpu else []),
+        f"#SBATCH --signal=B:TERM@{_NOTICE}",
+        "#SBATCH --requeue",
+        f"#SBATCH --output={str(folder / 'logs' / '%A_%a.txt').replace(' ', chr(92) + ' ')}",
+        "",
+        'export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK" MKL_NUM_THREADS="$SLURM_CPUS_PER_TASK"',
+        # exec: Slurm's notice then reaches the training itself, which saves its state.
+        f'exec {shlex.join((*COMMAND, str(folder / "cells.jsonl")))} "$SLURM_ARRAY_TASK_ID"',
+    ]
+    write_whole(path := folder / "job.sh", "\n".join(lines) + "\n")
+    path.chmod(0o755)
+    return path
+
+
 # The process ---------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +292,12 @@ def _serve(replies: IO[str]) -> int:
         print(json.dumps(said), file=replies, flush=True)
         if said:
             return 2
-        _clean_up()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with suppress(OSError):  # Linux: forget the peak of the resident memory
+            Path("/proc/self/clear_refs").write_text("5")
         torch.set_num_threads(threads)  # a resumed run takes the number that it was started with
     return 0
 
@@ -181,18 +313,6 @@ def _listen(lines: queue.SimpleQueue[str], busy: threading.Event) -> None:
     if busy.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
     lines.put("")
-
-
-def _clean_up() -> None:
-    """Give back what the finished cell held, and forget its peaks."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # Linux: the peak of the resident memory
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def main(arguments: list[str]) -> int:

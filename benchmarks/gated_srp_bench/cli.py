@@ -1,4 +1,4 @@
-"""Speed and memory on this machine."""
+"""`gated-srp bench`: speed and memory on this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,11 +7,14 @@ import typer
 
 from gated_srp.cli.screen import console, say
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
 if TYPE_CHECKING:
     from gated_srp_bench.figures import Figure
     from gated_srp_bench.measure import Row
 
 
+@app.command()
 def bench(
     full: Annotated[
         bool, typer.Option("--full", help="2,048 to 160,000 patches and one slide of 1,000,000 (half an hour).")
@@ -30,16 +33,9 @@ def bench(
 ) -> None:
     """Ours against the textbook implementation: time and memory of prepare, predict and train, as ratios of one run."""
     import os
-    from importlib.util import find_spec
 
-    from gated_srp.errors import UserError
     from gated_srp.machine import bf16_environment
 
-    if find_spec("gated_srp_bench") is None:
-        raise UserError(
-            "this installation has no benchmark (the package gated_srp_bench is missing)",
-            cure="Run it from a checkout of the repository: PYTHONPATH=benchmarks gated-srp bench.",
-        )
     os.environ.update(bf16_environment())
     _describe_machine()
     if data:
@@ -94,9 +90,8 @@ def _bench_attach(output: Path | None) -> None:
 def _bench_extract(output: Path | None) -> None:
     from dataclasses import asdict
 
-    from gated_srp_bench.extract import BOUND, measure_extraction
-
     from gated_srp.machine import keep_freed_memory
+    from gated_srp_bench.extract import BOUND, measure_extraction
 
     keep_freed_memory()  # as the command does
     found = measure_extraction()

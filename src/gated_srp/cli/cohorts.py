@@ -1,0 +1,230 @@
+"""Commands on cohorts, from the folder of files to a first look at them: demo, init, check, splits, redundancy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from gated_srp.cli.screen import LOG, console, say, say_written, show_progress
+from gated_srp.errors import UserError
+from gated_srp.files import write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gated_srp.checks.check import Check
+    from gated_srp.errors import Note
+
+_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
+_PLACES = 5  # places named in full before "and N more"
+_ALIKE = 20  # notes of one kind that are listed
+
+
+def init(
+    folder: Annotated[Path, Argument(help="The folder of feature files, as the extractor left it.")],
+    table: Annotated[Path, Argument(help="The spreadsheet of slides or patients: csv, tsv, xlsx, parquet.")],
+    output: Annotated[Path, Option("--output", "-o", help="Where to write the YAML.")] = Path("cohort.yaml"),
+    sheet: Annotated[str | None, Option(help="Of an xlsx; the first.")] = None,
+    force: Annotated[bool, Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Look at a folder and a spreadsheet and write cohort.yaml; what cannot be seen is left as a choice in a comment."""
+    import gated_srp
+
+    draft = gated_srp.init(folder, table, out=output, sheet=sheet, force=force)
+    for note in draft.notes:
+        if note not in draft.choices:
+            say(str(note))
+    say(f"written: {output}")
+    for choice in draft.choices:
+        LOG.warning("to choose in %s: %s", output, choice)
+    say(f"next: gated-srp check {output}")
+
+
+def demo(
+    output: Annotated[Path, Option("--output", "-o", help="Folder of the demo.")] = Path("gated-srp-demo"),
+) -> None:
+    """Generate a cohort, compare four attentions on it and write a report; about three minutes. Start it again to go on."""
+    import shlex
+    import time
+
+    from gated_srp.cli import app
+    from gated_srp.demo import generate, steps
+
+    begun = time.monotonic()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined] # a group's; the options before it stay
+    fresh = generate(output)
+    say(f"{output}: generated slides, {'written' if fresh else 'there already'}; about.txt says how they are made")
+    for step in steps(output):
+        say(f"\n# {step.words}\n$ gated-srp {shlex.join(step.command)}", bold=True)
+        status = commands[step.command[0]](list(step.command[1:]), standalone_mode=False)
+        if status:
+            raise typer.Exit(int(status))
+    say(f"\n{time.monotonic() - begun:.0f} s. On your own data: gated-srp init FOLDER TABLE, then the commands above.")
+    say(f"The report: {(output / 'report.html').absolute()}")
+
+
+def splits(
+    cohort: Annotated[str, Argument(help="A cohort of the paper, e.g. CAMELYON17 or TCGA-KIRC.")],
+    labels: Annotated[Path, Option(help="Folder of the public label files, or the file itself.")],
+    seed: Annotated[int, Option(min=0, help="The paper's are 42 to 46.")] = 42,
+    output: Annotated[Path, Option("--output", "-o", help="Where to write the split.")] = Path("split.csv"),
+) -> None:
+    """Write the published split of a cohort: one row per slide or patient, with train, val or test."""
+    from gated_srp.config.presets import find_cohort
+    from gated_srp.data.splits import assign_parts, write_split
+
+    preset = find_cohort(cohort)
+    table = preset.read_labels(labels)
+    split = preset.read_split(labels, seed, table=table)
+    slides = assign_parts(split, table).value_counts()
+    write_split(split, output)
+    for note in (*table.notes, *split.notes):
+        say(note.line)
+    for part, count in split.counts.items():
+        say(f"{part:>5}  {count:>6} by {split.unit}  {slides.get(part, 0):>6} slides")
+    say(f"{output}: {split.source}, hash {split.hash[:12]}")
+
+
+def check(
+    cohort: Annotated[Path, Argument(help="The cohort's YAML, or a folder of feature files.")],
+    deep: Annotated[bool, Option("--deep", help="Read the feature values too: NaN, infinity, damage.")] = False,
+    output: Annotated[Path | None, Option("--json", help="Write everything here too.")] = None,
+    quarantine: Annotated[Path | None, Option(help="Write the list of files to leave out, one per line.")] = None,
+) -> None:
+    """Say what was found, what is wrong and what to do. Exit status 1 when something must be fixed."""
+    import gated_srp
+
+    with show_progress() as progress:
+        found = gated_srp.check(cohort, deep=deep, quarantine=quarantine, progress=progress)
+    if output is not None:
+        write_json(output, found.to_json())
+    with console() as page:
+        _show(found, page)
+    say_written(path for path in (output, quarantine) if path is not None)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def redundancy(
+    cohort: Annotated[
+        Path | None, Argument(help="The cohort's YAML, or a folder of feature files; none with --images.")
+    ] = None,
+    run: Annotated[
+        Path | None, Option(help="A run's folder, or a model file: measure tokens instead of features.")
+    ] = None,
+    layer: Annotated[int | None, Option(min=1, help="With --run: after which attention layer; the first.")] = None,
+    images: Annotated[Path | None, Option(help="Measure a folder of ordinary photographs instead of slides.")] = None,
+    encoder: Annotated[
+        str | None, Option("--encoder", "-e", help="With --images: what turns their patches into features.")
+    ] = None,
+    weights: Annotated[Path | None, Option(help="With --images: the encoder's weights, without internet.")] = None,
+    size: Annotated[int | None, Option(min=8, help="With --images: pixels of a patch; the encoder's own.")] = None,
+    slides: Annotated[int | None, Option(min=1, help="At most so many slides or photographs, evenly chosen.")] = None,
+    seed: Annotated[int, Option(min=0, help="Of the random patches.")] = 0,
+    output: Annotated[Path, Option("--output", "-o", help="Folder of the figure and the table.")] = Path("redundancy"),
+) -> None:
+    """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides, or on photographs."""
+    from gated_srp.reports.redundancy import measure_cohort, measure_folder
+
+    _refuse_mixed(
+        {"COHORT": cohort, "--run": run, "--layer": layer},
+        {"--images": images, "--encoder": encoder, "--weights": weights, "--size": size},
+    )
+    with show_progress() as progress:
+        if images is not None and encoder is not None:
+            found = measure_folder(
+                images, encoder, weights=weights, size=size, at_most=slides, seed=seed, progress=progress
+            )
+        else:
+            assert cohort is not None
+            found = measure_cohort(cohort, run=run, layer=layer or 1, at_most=slides, seed=seed, progress=progress)
+    for reason in found.left_out:
+        LOG.warning("left out: %s", reason)
+    paths = found.write(output)
+    for line in found.lines():
+        say(line)
+    say_written(paths)
+
+
+def _refuse_mixed(of_slides: Mapping[str, object], of_images: Mapping[str, object]) -> None:
+    """Slides or photographs, not both: each has arguments (the first of them needed) that mean nothing to the other."""
+    slides, photographs = ([name for name, value in own.items() if value is not None] for own in (of_slides, of_images))
+    if slides and photographs:
+        choice = "it measures slides (COHORT, with --run perhaps) or photographs (--images FOLDER --encoder NAME)"
+        what = f"{', '.join(slides)} and {', '.join(photographs)} together: {choice}"
+        raise UserError(what, where="redundancy", cure="Give one of them, and call it twice to compare.")
+    if of_images["--images"] is not None and of_images["--encoder"] is None:
+        cure = "Name the one that your slides' features come from, e.g. --encoder uni_v2; --encoder efficientnet_lite0 needs no download."
+        raise UserError("no encoder was named", where="redundancy --images", cure=cure)
+    if of_slides["COHORT"] is None and of_images["--images"] is None:
+        given = next(iter(slides + photographs), None)
+        what = f"{'nothing' if given is None else f'{given}, but nothing'} to measure was named"
+        cure = (
+            "Expected a cohort's YAML or a folder of feature files, or --images FOLDER --encoder NAME for photographs."
+        )
+        raise UserError(what, where="redundancy", cure=cure)
+
+
+# How `check` shows what it found: a table of facts, then notes by level and kind, then the verdict ------------------------
+
+
+def _show(check: Check, console: Console) -> None:
+    """Print a check for a reader who has never seen one."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from gated_srp.checks.findings import facts_in_words
+
+    folders = {str(file.path.parent) for file in check.files}
+    home = os.path.join(os.path.commonpath(folders), "") if folders else ""  # paths are shown below it
+    facts = Table(show_header=False, box=None, pad_edge=False, title=f"check of {check.name}", title_justify="left")
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, text in [("folder", home or "-"), *facts_in_words(check.facts)]:
+        facts.add_row(name, text)
+    console.print(facts, markup=False)
+    for (level, kind, cure), alike in groupby(check.notes, key=lambda f: (f.level, f.kind, f.cure)):
+        shortened = [replace(note, where=tuple(w.removeprefix(home) for w in note.where)) for note in alike]
+        _show_kind(level, kind, cure, alike=shortened, console=console)
+    tally = {name: sum(f.level == name for f in check.notes) for name in _COLOURS}
+    counts = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in tally.items() if count)
+    console.print()
+    if check.ok:
+        console.print(Text(f"Ready{f': {counts}' if counts else ', no issues found'}.", style="bold green"))
+    else:
+        console.print(Text(f"Not ready: {counts}. Fix the errors, then check again.", style="bold red"))
+        if check.quarantine:
+            console.print("To go on without the broken files: --quarantine broken.txt, then", highlight=False)
+            line = "  mkdir broken && xargs -d '\\n' -a broken.txt mv -n -t broken/"
+            console.print(line, markup=False, highlight=False)
+    if not check.facts["files"]["deep"]:
+        console.print("The feature values were not read; --deep looks for NaN, infinity and damage in them.")
+
+
+def _show_kind(level: str, kind: str, cure: str, *, alike: Sequence[Note], console: Console) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    def indented(text: Text) -> None:
+        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+
+    count = f" ({len(alike)} times)" if len(alike) > 1 else ""
+    console.print()
+    console.print(Text.assemble((level, _COLOURS[level]), " ", (kind.replace("_", " "), "bold"), count))
+    for note in alike[:_ALIKE]:
+        one = len(note.where) == 1 and level == "error"
+        indented(Text(f"{note.where[0]}: {note.what}" if one else note.what))
+        if note.where and not one:
+            more = len(note.where) - _PLACES
+            places = ", ".join(note.where[:_PLACES]) + (f" and {more:,} more" if more > 0 else "")
+            indented(Text(f"in {places}", style="dim"))
+    if len(alike) > _ALIKE:
+        indented(Text(f"... and {len(alike) - _ALIKE} more; --json FILE lists all"))
+    indented(Text.assemble(("do: ", "bold green"), cure))

@@ -1,0 +1,20 @@
+"""Options that several commands have, defined once."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+Cohort = Annotated[Path, Argument(help="The cohort's YAML.")]
+Run = Annotated[Path, Argument(help="A run's folder, or its model file.")]
+Seeds = Annotated[str | None, Option(help="E.g. 42,43,44 or 42-46, instead of the usual ones.")]
+Out = Annotated[Path | None, Option(help="Where runs are written, instead of the YAML's `out`.")]
+Change = Annotated[list[str] | None, Option("--set", help="A setting, e.g. --set train.workers=4.")]
+Repeats = Annotated[int, Option(min=1, help="How often patients are resampled.")]
+Stride = Annotated[float | None, Option(help="Distance between patches, where the file's is wrong.")]
+Force = Annotated[
+    bool,
+    Option("--force", help="Go on with another stride, or an encoder's name that we do not know, than in training."),
+]
+Size = Annotated[int | None, Option(min=8, help="Pixels of a patch; the encoder's own if not set.")]
+Magnification = Annotated[float, Option("--magnification", "-m", help="Of the patches.")]
