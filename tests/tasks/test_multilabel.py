@@ -17,7 +17,7 @@ TASK = Multilabel(("E", "H", "M"))
 
 
 def predictions(task, logits, truth):
-    truth = pd.DataFrame(np.asarray(truth).reshape(-1, task.num_outputs), columns=list(task.labels))
+    truth = pd.DataFrame(np.asarray(truth).reshape(-1, task.num_outputs), columns=list(task.classes))
     return truth.assign(**task.predict(torch.as_tensor(logits)))
 
 

@@ -1,6 +1,7 @@
 """Survival: likelihood, bins and metrics against hand-worked numbers, naive loops and scikit-survival."""
 
 import math
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from scipy.integrate import trapezoid
 
 from gated_srp.errors import UserError
 from gated_srp.tasks import Survival, Task, selection_score
-from gated_srp.tasks.survival_metrics import (
+from gated_srp.tasks.metrics import (
     FollowUp,
     censoring_weight,
     concordance_index,
@@ -26,6 +27,14 @@ TASK = Survival((10.0, 20.0, 30.0))
 
 def table(time, event, **more):
     return pd.DataFrame({"time": time, "event": event, **more})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torchsurv():
+    """On import torchsurv compiles a helper in a way that newer torch calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torchsurv  # noqa: F401
 
 
 def untied_cases(n, step, shift):
@@ -211,7 +220,7 @@ def test_the_c_index_equals_the_naive_loop_with_ties_everywhere(rows):
 def test_the_c_index_counts_blocks_of_rows_like_one_block(monkeypatch):
     cases, risk = untied_cases(40, 53, 5), TASK.predict(wavy_logits(40))["risk"]
     whole = concordance_index(risk, cases)
-    monkeypatch.setattr("gated_srp.tasks.survival_metrics._ROWS", 3)
+    monkeypatch.setattr("gated_srp.tasks.metrics._ROWS", 3)
     assert concordance_index(risk, cases) == whole
 
 
@@ -234,7 +243,7 @@ def test_metrics_agree_with_scikit_survival():
 
 
 def test_unos_c_agrees_with_torchsurv_on_untied_times():
-    from torchsurv.metrics.cindex import ConcordanceIndex  # here, since its first import warns and ours silences that
+    from torchsurv.metrics.cindex import ConcordanceIndex
 
     training, cases = untied_cases(60, 37, 11), untied_cases(40, 53, 5)
     risk = TASK.predict(wavy_logits(40))["risk"]
@@ -285,6 +294,31 @@ def test_brier_and_auc_equal_naive_loops_with_tied_times_and_tied_predictions():
     brier, auc = naive_brier_and_auc(survival, times, cases, training)
     found = survival_at_times(survival, times, cases, training)
     assert found == pytest.approx({"integrated_brier": brier, "time_auc": auc}, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_weights_brier_and_auc_are_those_of_torchsurv_to_the_last_bit(seed):
+    from torchsurv.metrics.auc import Auc
+    from torchsurv.metrics.brier_score import BrierScore
+    from torchsurv.stats.ipcw import get_ipcw
+
+    rng = np.random.default_rng(seed)
+    whole = seed % 2  # ties everywhere, or nowhere
+    training, cases = (
+        FollowUp.of(rng.integers(1, 12, n) if whole else rng.random(n) * 90, rng.random(n) < 0.6) for n in (40, 30)
+    )
+    times = np.quantile(cases.time, [0.25, 0.5, 0.7])
+    survival = np.round(rng.random((30, 3)), 1 if whole else 9)
+    event, time, points = (torch.from_numpy(a) for a in (cases.event, np.float32(cases.time), np.float32(times)))
+    known = torch.from_numpy(training.event), torch.from_numpy(np.float32(training.time))
+    weight, later = (get_ipcw(*known, at).double() for at in (time, points))
+    np.testing.assert_array_equal(censoring_weight(cases.time, training), weight.numpy())
+    given = {"new_time": points, "weight": weight, "weight_new_time": later}
+    brier, estimate = BrierScore(), torch.from_numpy(survival[:, [True] * 3])  # laid out as ours: sums round alike
+    brier(estimate, event, time, **given)
+    auc = Auc()(1 - estimate, event, time, **given).mean()
+    expected = {"integrated_brier": float(brier.integral()), "time_auc": float(auc)}
+    assert survival_at_times(survival, times, cases, training) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gated_srp.reports.tables import metric_name, short, tone_colour
 from gated_srp.study.cells import Cell
 from gated_srp.study.results import Comparison
 from gated_srp.tasks import find_task
-from gated_srp.tasks.survival_metrics import FollowUp, risk_groups
+from gated_srp.tasks.metrics import FollowUp, risk_groups
 from gated_srp.training.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gated_srp.errors import UserError
-from gated_srp.tasks.classification import Classification
-from gated_srp.tasks.multilabel import Multilabel
-from gated_srp.tasks.scores import fit_temperature
+from gated_srp.tasks.classes import Classification, Multilabel
+from gated_srp.tasks.metrics import fit_temperature
 from gated_srp.tasks.survival import Survival
 from gated_srp.tasks.task import Recipe, Task, selection_score
 

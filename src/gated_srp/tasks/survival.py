@@ -15,32 +15,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from gated_srp.errors import Note, UserError
-from gated_srp.tasks.survival_metrics import (
-    FollowUp,
-    concordance_index,
-    curve_at,
-    risk_groups,
-    survival_at_times,
-    uno_concordance,
-)
+from gated_srp.tasks import metrics as scores
+from gated_srp.tasks import task as base
+from gated_srp.tasks.metrics import FollowUp
 from gated_srp.tasks.task import (
-    FLAGS,
-    SCARCE,
+    Cells,
     Columns,
     Findings,
     Header,
     Labels,
     Level,
+    Matched,
     Metrics,
     Recipe,
     Task,
-    as_numpy,
     first_rows,
-    full_precision,
-    mean_by_case,
-    read_numbers,
-    refuse_unreadable,
-    scarce_note,
 )
 
 if TYPE_CHECKING:
@@ -94,8 +83,7 @@ class Survival(Task):
     judges_training: ClassVar[bool] = True
     num_outputs: ClassVar[int] = BINS
     truth: ClassVar[tuple[str, ...]] = ("time", "event")
-    # A temperature would reorder risks: they are sums over bins.
-    calibrates: ClassVar[bool] = False
+    calibrates: ClassVar[bool] = False  # a temperature would reorder risks: they are sums over bins
 
     @classmethod
     def named_by(cls, settings: Mapping[str, Any]) -> bool:
@@ -117,20 +105,18 @@ class Survival(Task):
         found = [(key, name) for key in cls.meanings for name in header.usual(cls.usual[key])]
         if given or len(found) == 1:
             return time | (given or dict(found))
-        seen = (
-            f"several columns ({', '.join(name for _, name in found)}) could say" if found else "no usual column says"
+        names = ", ".join(name for _, name in found)
+        said = (
+            f"{f'several columns ({names}) could say' if names else 'no usual column says'} whether the event was seen"
         )
-        raise header.error(
-            f"{seen} whether the event was seen",
-            "Name one in the config: `event` (1 = event) or `censorship` (1 = censored).",
-        )
+        raise header.error(said, "Name one in the config: `event` (1 = event) or `censorship` (1 = censored).")
 
     @classmethod
     def read(cls, frame: pd.DataFrame, columns: Any, *, classes: Sequence[str] | None, where: Path) -> Labels:
         """``time``, and ``event``: 1 where it was seen, 0 where the case is censored."""
         import pandas as pd
 
-        time = read_numbers(frame[columns.time], where)
+        time = base.read_numbers(frame[columns.time], where)
         status = frame[columns.censorship or columns.event]
         event = read_events(status, where, censorship=columns.censorship is not None)
         unusable = (time <= 0) & event.notna()
@@ -180,8 +166,8 @@ class Survival(Task):
     @classmethod
     def scarce(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> Iterator[Note]:
         events = int(first_rows(frame)["event"].sum())
-        if events < SCARCE:
-            yield scarce_note("few_events", f"only {events} patients with an event", "patients")
+        if events < base.SCARCE:
+            yield base.scarce_note("few_events", f"only {events} patients with an event", "patients")
 
     @classmethod
     def lacks(cls, frame: pd.DataFrame, classes: tuple[str, ...], part: str) -> Iterator[Note]:
@@ -199,11 +185,8 @@ class Survival(Task):
         cases = training.drop_duplicates("case") if "case" in training else training
         follow_up = _read(cases)
         if not len(follow_up.time):
-            raise UserError(
-                "the training split has no case",
-                where="survival",
-                cure="Check the split and the table's time column.",
-            )
+            cure = "Check the split and the table's time column."
+            raise UserError("the training split has no case", where="survival", cure=cure)
         events = follow_up.time[follow_up.event]
         edges = np.unique(np.quantile(events if len(events) >= BINS else follow_up.time, (0.25, 0.5, 0.75)))
         return cls(tuple(edges.tolist()), follow_up)
@@ -249,7 +232,7 @@ class Survival(Task):
         """
         import torch
 
-        logits = full_precision(logits).reshape(-1, BINS)
+        logits = base.full_precision(logits).reshape(-1, BINS)
         place, event = target.reshape(-1, 2).to(logits.device).unbind(1)
         log_hazard, log_survival = _log_hazard(logits), _log_hazard(-logits)  # 1 - sigmoid(x) = sigmoid(-x)
         before = torch.arange(BINS, device=logits.device) < place[:, None]  # (B, K)
@@ -261,13 +244,13 @@ class Survival(Task):
         """Survival curve, and risk = minus its sum (larger: earlier event)."""
         from scipy.special import expit
 
-        hazard = np.clip(expit(as_numpy(logits)), SMALLEST, 1 - SMALLEST)
+        hazard = np.clip(expit(base.as_numpy(logits)), SMALLEST, 1 - SMALLEST)
         curve = np.cumprod(1 - hazard, axis=1)[:, : len(self.edges) + 1]  # (B, bins)
         return {"risk": -curve.sum(1), **dict(zip(self._curve, curve.T, strict=True))}
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """Mean risk, and mean survival curve, of the slides."""
-        return mean_by_case(slides, self.truth, ["risk", *self._curve])
+        return base.mean_by_case(slides, self.truth, ["risk", *self._curve])
 
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
         """C-index and Uno's C of the risk; Brier score and AUC at the bin edges.
@@ -280,9 +263,9 @@ class Survival(Task):
         risk = predictions["risk"].to_numpy(np.float64)
         survival = predictions[self._curve[:-1]].to_numpy(np.float64)  # (B, edges)
         return {
-            "c_index": concordance_index(risk, cases),
-            "uno_c": uno_concordance(risk, cases, training),
-            **survival_at_times(survival, np.asarray(self.edges), cases, training),
+            "c_index": scores.concordance_index(risk, cases),
+            "uno_c": scores.uno_concordance(risk, cases, training),
+            **scores.survival_at_times(survival, np.asarray(self.edges), cases, training),
         }
 
     @classmethod
@@ -291,7 +274,7 @@ class Survival(Task):
         if not {"risk", "time", "event"} <= set(predictions):
             return None
         cases = FollowUp.of(predictions["time"], predictions["event"])
-        return {"c_index": concordance_index(predictions["risk"].to_numpy(np.float64), cases)}
+        return {"c_index": scores.concordance_index(predictions["risk"].to_numpy(np.float64), cases)}
 
     @classmethod
     def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
@@ -311,7 +294,7 @@ class Survival(Task):
             columns = task.predict(one)
             curve = np.stack([columns[f"survival_{k + 1}"] for k in range(len(own))], 1)  # (B, edges)
             if times != own:
-                curve = curve_at(np.asarray(times), np.asarray(own), curve)
+                curve = scores.curve_at(np.asarray(times), np.asarray(own), curve)
             named = {f"survival_at_{time:.10g}": value for time, value in zip(times, curve.T, strict=True)}
             found.append({"risk": columns["risk"], **named})
         return found
@@ -325,9 +308,7 @@ class Survival(Task):
             f"survival at {', '.join(times)}, in the unit of time of the training table",
         ]
 
-    def matched(
-        self, frame: pd.DataFrame, classes: tuple[str, ...], *, where: str
-    ) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+    def matched(self, frame: pd.DataFrame, classes: tuple[str, ...], *, where: str) -> Matched:
         """Times in days and in months are told apart by their median."""
         if self.training is None:
             return frame, ()
@@ -344,14 +325,10 @@ class Survival(Task):
         threshold = float(card["median_risk"])
         risk = cases["risk"].to_numpy(np.float64)
         group = np.where(risk > threshold, "high", "low")
-        found = risk_groups(risk, FollowUp.of(cases["time"], cases["event"]), threshold)
+        found = scores.risk_groups(risk, FollowUp.of(cases["time"], cases["event"]), threshold)
         counts = {name: int((group == name).sum()) for name in ("low", "high")}
-        facts = {
-            "threshold": card["median_risk"],
-            "cases": counts,
-            "log_rank_statistic": found.statistic,
-            "log_rank_p": found.p_value,
-        }
+        facts = {"threshold": card["median_risk"], "cases": counts}
+        facts |= {"log_rank_statistic": found.statistic, "log_rank_p": found.p_value}
         test = "no test" if math.isnan(found.p_value) else f"log-rank p {found.p_value:.4g}"
         said = f"split at the training median risk: {counts['high']} cases high, {counts['low']} low, {test}"
         return Findings({"risk_group": group}, {"kaplan_meier": found.curves}, {"risk_groups": facts}, (said,))
@@ -361,19 +338,19 @@ class Survival(Task):
         return [f"survival_{k + 1}" for k in range(len(self.edges) + 1)]
 
 
-def read_events(cells: pd.Series[Any], where: Path, *, censorship: bool) -> pd.Series[Any]:
+def read_events(cells: Cells, where: Path, *, censorship: bool) -> Cells:
     """1 = the event was seen, 0 = censored, missing where empty. ``censorship``: the column says 1 for censored."""
     if censorship:
-        meaning: Mapping[str, float] = {word: 1 - flag for word, flag in FLAGS.items()} | _FATES
+        meaning: Mapping[str, float] = {word: 1 - flag for word, flag in base.FLAGS.items()} | _FATES
     else:
-        meaning = FLAGS | _FATES | _CODED_FATES
+        meaning = base.FLAGS | _FATES | _CODED_FATES
     words = cells.map(lambda cell: re.sub(r"\s*:\s*", ":", cell.casefold()), na_action="ignore")
     expected = "0, 1, dead/alive, deceased/living, yes/no, true/false, event/censored"
-    refuse_unreadable(cells, words.notna() & ~words.isin(list(meaning)), where, expected)
+    base.refuse_unreadable(cells, words.notna() & ~words.isin(list(meaning)), where, expected)
     return words.map(meaning).astype(float)
 
 
-def _spread(values: pd.Series[Any]) -> dict[str, float]:
+def _spread(values: Cells) -> dict[str, float]:
     if not len(values):
         return {}
     return {"min": float(values.min()), "median": float(np.median(values)), "max": float(values.max())}
@@ -391,9 +368,6 @@ def _read(table: pd.DataFrame) -> FollowUp:
     bad = ~np.isfinite(time) | (time < 0) | ~np.isin(event, (0, 1))
     if bad.any():
         row = int(np.argmax(bad))
-        raise UserError(
-            f"time {time[row]}, event {event[row]}; expected a time of at least 0, and event 0 (censored) or 1",
-            where=f"survival, row {row + 1}",
-            cure="Correct or drop the row.",
-        )
+        said = f"time {time[row]}, event {event[row]}; expected a time of at least 0, and event 0 (censored) or 1"
+        raise UserError(said, where=f"survival, row {row + 1}", cure="Correct or drop the row.")
     return FollowUp(time, event.astype(bool))

@@ -10,11 +10,12 @@ Shapes: B bags, K outputs. A predictions table has one row per slide (or per cas
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Metrics = dict[str, float]
 Columns = dict[str, NDArray[Any]]
 Level = Literal["slide", "case"]
+Cells: TypeAlias = "pd.Series[Any]"  # of one column of a user's table
+Matched: TypeAlias = "tuple[pd.DataFrame, tuple[Note, ...]]"
 
 SCARCE = 10  # slides of a class, or events, below which a result says little
 # What a cell of a yes/no column says; survival reads a column of events with the same words.
@@ -64,13 +67,14 @@ class Header(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What the cells of a table say. ``frame`` has one row per row of the file, missing where a cell is empty."""
+    """What the cells of a table say. ``frame`` has one row per row of the file, missing where a cell is empty.
+
+    ``dropped``: rows that cannot be used although they have a label, and why.
+    """
 
     frame: pd.DataFrame
     classes: tuple[str, ...] = ()
-    dropped: tuple[
-        tuple[pd.Series[bool], str], ...
-    ] = ()  # rows that cannot be used although they have a label, and why
+    dropped: tuple[tuple[pd.Series[bool], str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +98,12 @@ class Task(ABC):
 
     name: ClassVar[str]  # as ``task`` in a cohort's YAML and in a model's card
     subject: ClassVar[str]  # what is predicted, for messages: "columns for <subject>"
-    selects: ClassVar[
-        tuple[str, ...]
-    ]  # metrics that may select the best epoch (higher is better); the first is the default
+    selects: ClassVar[tuple[str, ...]]  # metrics that may select the best epoch, higher is better; the first does
     shown: ClassVar[tuple[str, ...]]  # metrics that tables and comparisons show
     figures: ClassVar[tuple[str, ...]] = ()  # figures of its predictions, see ``reports.curves``
     recipe: ClassVar[Recipe] = Recipe(epochs=15, lr=2e-4, weight_decay=0.05, accumulation=16)
     score: ClassVar[Level] = "slide"  # what is scored unless the YAML says otherwise
-    usual: ClassVar[
-        Mapping[str, tuple[str, ...]]
-    ]  # setting that names a column of labels -> usual names of that column
+    usual: ClassVar[Mapping[str, tuple[str, ...]]]  # setting that names a label column -> usual names of the column
     meanings: ClassVar[Mapping[str, str]] = {}  # setting -> how its cells are read, where that may be mistaken
     real: ClassVar[tuple[str, ...]] = ()  # label columns that hold real numbers; all others hold whole ones
     one_truth_per_case: ClassVar[bool] = False  # whether rows of one patient must agree
@@ -253,10 +253,8 @@ class Task(ABC):
     @classmethod
     def member_numbers(cls, tasks: Sequence[Task], logits: Sequence[Tensor]) -> list[Columns]:
         """Per member of an ensemble its numbers under common names, (B,) each; their mean is the ensemble's answer."""
-        columns = [task.predict(one) for task, one in zip(tasks, logits, strict=True)]
-        return [
-            {name: value.astype(float) for name, value in one.items() if value.dtype.kind in "fiu"} for one in columns
-        ]
+        each = [task.predict(one) for task, one in zip(tasks, logits, strict=True)]
+        return [{name: value.astype(float) for name, value in one.items() if value.dtype.kind in "fiu"} for one in each]
 
     def decided(self, averaged: pd.DataFrame) -> pd.DataFrame:
         """The averaged numbers with what follows from them (the likeliest class) in front."""
@@ -266,9 +264,7 @@ class Task(ABC):
         """What a table of predictions says at a glance."""
         return []
 
-    def matched(
-        self, frame: pd.DataFrame, classes: tuple[str, ...], *, where: str
-    ) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+    def matched(self, frame: pd.DataFrame, classes: tuple[str, ...], *, where: str) -> Matched:
         """The labels of another cohort in this task's terms, and what to know about them; what the model cannot say is refused."""
         return frame, ()
 
@@ -281,9 +277,8 @@ class Task(ABC):
         """The metric that selects; one that cannot is refused."""
         if metric is None or metric in cls.selects:
             return metric or cls.selects[0]
-        raise UserError(
-            f"metric: {metric!r} cannot select for {cls.name}; expected {' or '.join(map(repr, cls.selects))}."
-        )
+        expected = " or ".join(map(repr, cls.selects))
+        raise UserError(f"{metric!r} cannot select for {cls.name}; expected {expected}.", where="metric")
 
 
 def selection_score(task: Task, metrics: Mapping[str, float], loss: float) -> float:
@@ -302,10 +297,9 @@ def mean_by_case(slides: pd.DataFrame, truth: Sequence[str], averaged: Sequence[
     for name in known:
         mixed = groups[name].nunique(dropna=False)
         if (mixed > 1).any():
-            raise UserError(
-                f"case {mixed.idxmax()!r}: its slides differ in {name!r}, so a score per case has no single truth",
-                cure="Correct the table, or set `score: slide`.",
-            )
+            said = f"its slides differ in {name!r}, so a score per case has no single truth"
+            cure = "Correct the table, or set `score: slide`."
+            raise UserError(said, where=f"case {mixed.idxmax()!r}", cure=cure)
     means = groups[list(averaged)].mean()
     means.insert(0, "slides", groups.size())
     for name in reversed(known):
@@ -318,26 +312,42 @@ def first_rows(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop_duplicates("case").set_index("case").sort_index()
 
 
-def rare(counts: Mapping[str, int]) -> Iterator[Note]:
-    """A warning of classes with few slides."""
-    if few := [f"{name} {count}" for name, count in counts.items() if count < SCARCE]:
-        yield scarce_note("rare_class", f"fewer than {SCARCE} slides of a class: {', '.join(few)}", "slides")
-
-
 def scarce_note(kind: str, what: str, more: str) -> Note:
     """A warning that there is too little of something."""
     cure = f"Add {more}; otherwise read differences between models with great care."
     return Note("warning", kind, what, ("table",), cure)
 
 
-def read_flags(cells: pd.Series[Any], where: Path) -> pd.Series[Any]:
+def read_classes(cells: Cells, classes: Sequence[str] | None, where: Path) -> tuple[Cells, tuple[str, ...]]:
+    """Class numbers (missing where the cell is empty, or of no wanted class) and the names in order.
+
+    Without ``classes`` whole numbers are sorted by value, anything else by name.
+    """
+    named = cells.dropna()
+    numeric = all(re.fullmatch(r"-?\d+(\.0+)?", cell) for cell in named)
+    if numeric:  # "1.0" and "1" are one class: spreadsheets add the ending to columns with gaps
+        cells = cells.map(lambda cell: str(int(float(cell))), na_action="ignore")
+        named = cells.dropna()
+    found = sorted(set(named), key=int if numeric else None)
+    if classes is None and len(found) > 20 and len(found) > len(named) / 2:
+        said = f"column {cells.name!r} holds {len(found)} different values in {len(named)} rows: no classes"
+        raise UserError(said, where=where, cure="Name the label column with `target`, or list `classes`.")
+    order = tuple(map(str, classes)) if classes is not None else tuple(found)
+    absent = [name for name in order if name not in found]
+    if absent or not order:
+        said = f"no row of class {', '.join(absent) or '(any)'} in column {cells.name!r}. Found: {', '.join(found)}"
+        raise UserError(said, where=where, cure="Correct `classes` or `target`.")
+    return cells.map({name: i for i, name in enumerate(order)}), order
+
+
+def read_flags(cells: Cells, where: Path) -> Cells:
     """A yes/no label as 1 / 0, missing where empty."""
     words = cells.map(lambda cell: cell.casefold(), na_action="ignore")
     refuse_unreadable(cells, words.notna() & ~words.isin(list(FLAGS)), where, "0, 1, yes/no, true/false")
     return words.map(FLAGS).astype(float)
 
 
-def read_numbers(cells: pd.Series[Any], where: Path) -> pd.Series[Any]:
+def read_numbers(cells: Cells, where: Path) -> Cells:
     """Numbers, missing where a cell is empty."""
     import pandas as pd
 
@@ -347,15 +357,14 @@ def read_numbers(cells: pd.Series[Any], where: Path) -> pd.Series[Any]:
     return numbers
 
 
-def refuse_unreadable(cells: pd.Series[Any], wrong: pd.Series[bool], where: Path, expected: str) -> None:
+def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expected: str) -> None:
     """Raise for cells that cannot be read, with the first few rows."""
     if wrong.any():
         rows = "; ".join(f"row {row}: {cells[row]!r}" for row in cells.index[wrong][:5])
-        raise UserError(
-            f"column {cells.name!r} holds {int(wrong.sum())} values that cannot be read ({rows}). Expected {expected}",
-            where=where,
-            cure="Correct the cells, or name another column in the config.",
+        said = (
+            f"column {cells.name!r} holds {int(wrong.sum())} values that cannot be read ({rows}). Expected {expected}"
         )
+        raise UserError(said, where=where, cure="Correct the cells, or name another column in the config.")
 
 
 def full_precision(logits: Tensor) -> Tensor:

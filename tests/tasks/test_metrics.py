@@ -12,7 +12,8 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
-from gated_srp.tasks import Classification, scores
+from gated_srp.tasks import Classification
+from gated_srp.tasks import metrics as scores
 
 
 def draws(seed: int, kinds: int) -> tuple[np.ndarray, np.ndarray]:
