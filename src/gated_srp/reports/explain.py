@@ -2,7 +2,6 @@
 
 import base64
 import html
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +125,8 @@ def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None,
         prediction=prediction,
         sections=sections,
         card=_describe_card(load_card(model_file(run))),
-        features=_describe_features(view),
+        header=view.patches.header,
+        patches=view.patches,
     )
     target = out / f"{file.stem}.html"
     write_whole(target, content)
@@ -202,17 +202,3 @@ def _describe_card(card: Mapping[str, Any]) -> dict[str, str]:
     listed = {name: known[name] for name in _CARD if known.get(name) is not None}
     listed["size"] = ", ".join(f"{k} {settings[k]}" for k in ("dim", "depth", "num_heads", "delta") if k in settings)
     return {name: ", ".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in listed.items()}
-
-
-def _describe_features(view: SlideView) -> dict[str, str]:
-    header = view.patches.header
-    facts = {
-        "file": header.path.name,
-        "patches": f"{len(view.patches.rows):,} of {header.shape[0]:,}",
-        "encoder": header.encoder,
-        "patch": f"{view.patches.side:g} {header.unit} wide, every {header.stride:g} ({header.stride_source})",
-        "magnification of level 0": header.magnification,
-        "microns per pixel": header.mpp,
-        "slide": None if header.wsi_path is None else os.path.basename(header.wsi_path),
-    }
-    return {name: str(value) for name, value in facts.items() if value is not None}

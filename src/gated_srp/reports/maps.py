@@ -3,8 +3,7 @@
 Shapes: N patches of the file, L patches that the model sees (a cap leaves some out), H heads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -112,9 +111,8 @@ def view_slide(
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
     label = f"{trained.card['settings'].get('arm', 'model')}, {model_file(run).resolve().parent.name}"
     homogeneity = bag.graph.homogeneity.numpy()
-    warnings = tuple(
-        replace(n, where=n.where or (str(file),)) for n in bag.warnings if n.kind != "cap"
-    )  # as in training
+    notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
+    warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
     return SlideView(label, patches, layers, ungated, homogeneity, signed, warnings)
 
 
@@ -125,18 +123,12 @@ def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]
 
 
 def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
-    with _without_corrections(model):
-        return _trace(model, bag, mapped)
-
-
-@contextmanager
-def _without_corrections(model: nn.Module) -> Iterator[None]:
-    """The model as if every beta were zero, inside a ``with``."""
+    """The model as if every beta were zero."""
     held = [(m, m.correction) for m in model.modules() if isinstance(getattr(m, "correction", None), GatedSRP)]
-    for module, _ in held:
-        module.correction = None  # type: ignore[assignment]
     try:
-        yield
+        for module, _ in held:
+            module.correction = None  # type: ignore[assignment]
+        return _trace(model, bag, mapped)
     finally:
         for module, correction in held:
             module.correction = correction

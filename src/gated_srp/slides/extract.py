@@ -25,7 +25,7 @@ from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
 from gated_srp.slides.reader import SlideError, find_slides
-from gated_srp.slides.store import LAYOUTS, Job, Layout
+from gated_srp.slides.store import LAYOUTS, Job, Trident
 from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
 
 _AHEAD = 3  # batches in flight per reading process
@@ -50,7 +50,7 @@ class Extraction:
 
     encoder: Encoder
     tiling: Tiling
-    layout: Layout
+    layout: Trident
     weights: Path | None = None
     mpp: Mapping[str, float] = field(default_factory=dict)
     every_mpp: float | None = None
@@ -145,7 +145,15 @@ def extract(
 
 def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progress = silent) -> Outcome:
     """As `extract`, with settings that are resolved already."""
-    _refuse_same_names(slides)
+    named: dict[str, Path] = {}
+    for slide in slides:
+        if slide.stem in named:
+            raise UserError(
+                "two slides of one name would write one file",
+                where=f"{named[slide.stem]} and {slide}",
+                cure="Rename one, or extract into two folders.",
+            )
+        named[slide.stem] = slide
     keep_freed_memory()
     first = settings.job(slides[0])
     outcome, todo = Outcome(settings.layout.path(first).parent, settings.layout.picture(first).parent), []
@@ -277,18 +285,6 @@ def _there(settings: Extraction, slide: Path) -> bool:
             kind="other_settings",
         )
     return True
-
-
-def _refuse_same_names(slides: Sequence[Path]) -> None:
-    seen: dict[str, Path] = {}
-    for slide in slides:
-        if slide.stem in seen:
-            raise UserError(
-                "two slides of one name would write one file",
-                where=f"{seen[slide.stem]} and {slide}",
-                cure="Rename one, or extract into two folders.",
-            )
-        seen[slide.stem] = slide
 
 
 # Microns per pixel ----------------------------------------------------------------------------------------------------

@@ -58,26 +58,52 @@ class Trident:
     def picture(self, job: Job) -> Path:
         return self.out / job.tiling.folder / "visualization" / f"{job.slide.stem}.jpg"
 
+    def features(self, job: Job) -> str:
+        """The name of the dataset."""
+        return "features"
+
     def made_with(self, job: Job) -> dict[str, Any] | None:
-        """Settings of the existing file; None where there is none."""
-        return _settings(self.path(job), "features")
+        """Settings of the existing features; None where there are none."""
+        path = self.path(job)
+        if not path.is_file():
+            return None
+        try:
+            with h5py.File(path, "r") as file:
+                if self.features(job) not in file:
+                    return None
+                noted = file[self.features(job)].attrs.get("gated_srp")
+                return {} if noted is None else dict(json.loads(noted))
+        except (OSError, ValueError) as error:
+            cure = "Remove it; the slide is then extracted again."
+            raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
 
     @contextmanager
     def writing(self, job: Job, plan: TilePlan) -> Iterator[h5py.Dataset]:
-        with _draft(self.path(job)) as file:
-            coords = file.create_dataset("coords", data=plan.coords)
-            coords.attrs.update({**_geometry(plan), "name": job.slide.stem, "savetodir": "None"})
-            features = _rows(file, "features", plan, job)
-            features.attrs.update({"name": job.slide.stem, "savetodir": "None", "encoder": job.encoder})
-            file.attrs.update(_about(plan))
-            yield features
+        """The rows to fill. The new file replaces the one that is there at the end if nothing was raised."""
+        path, count = self.path(job), len(plan.coords)
+        for old in path.parent.glob(f".{path.name}.*.part"):
+            if time.time() - old.stat().st_mtime > _ABANDONED:
+                old.unlink(missing_ok=True)
+        with whole(path) as draft, h5py.File(draft, "w") as file:
+            self.begin(file, job, plan)
+            chunks = (min(_ROWS, count), job.width) if count else None
+            rows = file.create_dataset(self.features(job), (count, job.width), "float32", chunks=chunks)
+            rows.attrs["gated_srp"] = json.dumps(job.settings(), sort_keys=True)
+            self.name(rows, job)
+            yield rows
+
+    def begin(self, file: h5py.File, job: Job, plan: TilePlan) -> None:
+        """Everything but the features."""
+        coords = file.create_dataset("coords", data=plan.coords)
+        coords.attrs.update({**_geometry(plan), "name": job.slide.stem, "savetodir": "None"})
+        file.attrs.update(_about(plan))
+
+    def name(self, rows: h5py.Dataset, job: Job) -> None:
+        rows.attrs.update({"name": job.slide.stem, "savetodir": "None", "encoder": job.encoder})
 
 
-class AtlasPatch:
+class AtlasPatch(Trident):
     """<out>/patches/<slide>.h5 with /features/<encoder>: several encoders share the file's patches."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
 
     def path(self, job: Job) -> Path:
         return self.out / "patches" / f"{job.slide.stem}.h5"
@@ -85,25 +111,24 @@ class AtlasPatch:
     def picture(self, job: Job) -> Path:
         return self.out / "visualization" / f"{job.slide.stem}.jpg"
 
-    def made_with(self, job: Job) -> dict[str, Any] | None:
-        return _settings(self.path(job), f"features/{job.encoder}")
+    def features(self, job: Job) -> str:
+        return f"features/{job.encoder}"
 
-    @contextmanager
-    def writing(self, job: Job, plan: TilePlan) -> Iterator[h5py.Dataset]:
+    def begin(self, file: h5py.File, job: Job, plan: TilePlan) -> None:
         read = np.full((len(plan.coords), 2), plan.footprint.read), np.full((len(plan.coords), 1), plan.footprint.level)
         table = np.concatenate([plan.coords, *read], 1).astype(np.int32)  # (N, 5)
-        with _draft(self.path(job)) as file:
-            if self.path(job).is_file():
-                _copy_others(self.path(job), file, table, job)
-            else:
-                file["coords"] = table
-                file.attrs.update({**_geometry(plan), **_about(plan), "num_patches": len(table)})
-                file.attrs["filename"] = job.slide.name
-            yield _rows(file, f"features/{job.encoder}", plan, job)
+        if self.path(job).is_file():
+            _copy_others(self.path(job), file, table, job)
+        else:
+            file["coords"] = table
+            file.attrs.update({**_geometry(plan), **_about(plan), "num_patches": len(table)})
+            file.attrs["filename"] = job.slide.name
+
+    def name(self, rows: h5py.Dataset, job: Job) -> None:
+        """Its name is that of the encoder."""
 
 
-LAYOUTS: Mapping[str, type[Trident] | type[AtlasPatch]] = {"trident": Trident, "atlaspatch": AtlasPatch}
-Layout = Trident | AtlasPatch
+LAYOUTS: Mapping[str, type[Trident]] = {"trident": Trident, "atlaspatch": AtlasPatch}
 
 
 def _geometry(plan: TilePlan) -> dict[str, Any]:
@@ -125,14 +150,6 @@ def _about(plan: TilePlan) -> dict[str, Any]:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _rows(file: h5py.File, name: str, plan: TilePlan, job: Job) -> h5py.Dataset:
-    count = len(plan.coords)
-    chunks = (min(_ROWS, count), job.width) if count else None
-    rows = file.create_dataset(name, (count, job.width), "float32", chunks=chunks)
-    rows.attrs["gated_srp"] = json.dumps(job.settings(), sort_keys=True)
-    return rows
-
-
 def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job) -> None:
     """Features of other encoders move into the new file; they must belong to the same patches."""
     with h5py.File(there, "r") as old:
@@ -151,27 +168,3 @@ def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job) -> N
         for name in old.get("features", ()):
             if name != job.encoder:
                 old.copy(f"features/{name}", file.require_group("features"))
-
-
-def _settings(path: Path, name: str) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        with h5py.File(path, "r") as file:
-            if name not in file:
-                return None
-            noted = file[name].attrs.get("gated_srp")
-            return {} if noted is None else dict(json.loads(noted))
-    except (OSError, ValueError) as error:
-        cure = "Remove it; the slide is then extracted again."
-        raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
-
-
-@contextmanager
-def _draft(path: Path) -> Iterator[h5py.File]:
-    """A new file beside the target; it replaces the target at the end if nothing was raised."""
-    for old in path.parent.glob(f".{path.name}.*.part"):
-        if time.time() - old.stat().st_mtime > _ABANDONED:
-            old.unlink(missing_ok=True)
-    with whole(path) as draft, h5py.File(draft, "w") as file:
-        yield file
