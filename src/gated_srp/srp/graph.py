@@ -124,12 +124,10 @@ class PatchGraph:
             return self
         bags, rows = self.num_bags, self.num_rows // self.num_bags
         counts = F.pad(self.neighbour_count.view(bags, rows), (before, after)).flatten()
-        shift = (
-            before + torch.div(self.neighbours, rows, rounding_mode="floor") * (before + after) if bags > 1 else before
-        )
+        bag = torch.div(self.neighbours, rows, rounding_mode="floor") if bags > 1 else 0
         return replace(
             self,
-            neighbours=self.neighbours + shift,
+            neighbours=self.neighbours + (before + bag * (before + after)),
             offsets=_offsets(counts),
             homogeneity=F.pad(self.homogeneity.view(bags, rows), (before, after)).flatten(),
             before=self.before + before,
@@ -151,15 +149,9 @@ class PatchGraph:
 
     def first_rows(self) -> Self:
         """The graph of each bag's first row alone (CLS), which has no neighbours."""
-        none = self.neighbours[:0]
-        offsets = torch.zeros_like(self.offsets[: self.num_bags + 1])
-        return replace(
-            self,
-            neighbours=none,
-            offsets=offsets,
-            homogeneity=self.homogeneity[: self.num_bags] * 0,
-            lengths=(0,) * self.num_bags,
-        )
+        bags = self.num_bags
+        offsets, flat = torch.zeros_like(self.offsets[: bags + 1]), self.homogeneity[:bags] * 0
+        return replace(self, neighbours=self.neighbours[:0], offsets=offsets, homogeneity=flat, lengths=(0,) * bags)
 
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C); features that are not finite are refused."""
@@ -175,12 +167,8 @@ class PatchGraph:
         return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
 
     def to(self, device: torch.device | str) -> Self:
-        return replace(
-            self,
-            neighbours=self.neighbours.to(device, non_blocking=True),
-            offsets=self.offsets.to(device, non_blocking=True),
-            homogeneity=self.homogeneity.to(device, non_blocking=True),
-        )
+        tensors = {name: getattr(self, name) for name in ("neighbours", "offsets", "homogeneity")}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
     def patches(self, values: Tensor) -> Tensor:
         """Patch columns alone: (B, H, L) -> (H, N) for one bag, (B, H, longest) for several (shorter bags end in padding)."""
