@@ -13,7 +13,7 @@ from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
 from gated_srp.reports.explain import closed_gates_warning, predict_in_words
 from gated_srp.reports.maps import view_slide
-from gated_srp.training.results import FeatureStatistics
+from gated_srp.training.inputs import FeatureStatistics
 
 CARD = {"task": "classification", "classes": ["benign", "tumour"], "cohort": "toy"}
 

@@ -19,9 +19,8 @@ from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.tasks import task_from_card
 from gated_srp.training.folder import RunFolder
-from gated_srp.training.inputs import load_inputs
+from gated_srp.training.inputs import FeatureStatistics, load_inputs
 from gated_srp.training.loop import COLUMNS
-from gated_srp.training.results import FeatureStatistics
 from gated_srp.training.train import train
 
 FILES = {

@@ -29,7 +29,7 @@ from gated_srp.models import find_arm
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches
 from gated_srp.study.worker import COMMAND, GRACE, Worker, write_job_array
-from gated_srp.training.results import evenly
+from gated_srp.training.inputs import evenly
 
 EngineName = Literal["local", "ray", "slurm"]
 State = Literal["waiting", "running", "finished", "failed"]

@@ -37,12 +37,15 @@ class AdamW(torch.optim.AdamW):
     """PyTorch's, without the import of its compiler, which takes as long as the import of PyTorch itself.
 
     Some methods import it on their first call, only to keep themselves from being compiled. Nothing is compiled here.
+    A version of PyTorch that does so otherwise gets the plain methods, and the import.
     """
 
     def __init__(self, groups: list[dict[str, object]], **settings: Any) -> None:
         for name in ("add_param_group", "load_state_dict", "state_dict"):
-            plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-            if not hasattr(plain, "__dynamo_disable"):
+            method = getattr(torch.optim.Optimizer, name)
+            plain = inspect.unwrap(method)
+            looks = "__dynamo_disable" in getattr(getattr(method, "__code__", None), "co_consts", ())
+            if looks and plain is not method and not hasattr(plain, "__dynamo_disable"):
                 setattr(plain, "__dynamo_disable", plain)
         super().__init__(groups, **settings)
 

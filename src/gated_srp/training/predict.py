@@ -24,9 +24,9 @@ from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
+from gated_srp.training.inputs import slide_mean
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
-from gated_srp.training.results import slide_mean
 from gated_srp.training.trained import FittingDataset, TrainedRun, average, open_runs
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card
-from gated_srp.training.results import FeatureStatistics
+from gated_srp.training.inputs import FeatureStatistics
 
 if TYPE_CHECKING:
     from torch import Tensor
