@@ -205,12 +205,8 @@ ARMS: dict[str, Arm | PeerArm] = {
     "vit4_xsa": _vit4(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
     "vit4_diff": _vit4(_dense_differential),
     "vit4_gated_srp": _vit4(_dense, Gate(), method=True),
-    "vit4_fixed_beta_minus1": _vit4(_dense, _fixed(-1.0)),
-    "vit4_fixed_beta_1": _vit4(_dense, _fixed(1.0)),
-    "vit4_fixed_beta_2": _vit4(_dense, _fixed(2.0)),
-    # as the release trained them on PANDA: the architecture table's gate, and a Diff that is not dense
+    # as the release trained it on PANDA: the gate of the architecture table
     "vit4_gated_srp_published": _vit4(_dense, Gate(srp.FourInputGate)),
-    "diff_no_ppeg": Arm(_differential, position=None),
     # images, dense attention over a fixed grid
     "vit_s16": _vit_s16(_dense),
     "vit_s16_xsa": _vit_s16(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),

@@ -88,8 +88,7 @@ def load_model(path: str | Path) -> SlideModel:
 
 _FIXED = {-1.0: "fixed_beta_minus1", 0.0: "", 1.0: "fixed_beta_1", 2.0: "fixed_beta_2"}  # value -> method
 _VARIANTS = {"nystrom_na": "", "baseline": "", "xsa_all_ref": "xsa", "diff_transformer": "diff"}  # of the slide trainer
-_MODES = {"nystrom_na": "", "baseline": "", "xsa_all_hard": "xsa", "diff_transformer": "diff"}  # of the PANDA trainer
-_FIXED_MODES = ("srp_beta2", "srp_fixed_beta")
+_MODES = {"baseline": "", "xsa_all_hard": "xsa", "diff_transformer": "diff"}  # of the PANDA trainer
 _TRUNKS = {"transmil": "na", "vit4": "vit4", "vit12": "vit4"}  # args["arch"] -> our base; vit12 has more blocks
 _GATE_ABLATIONS: dict[str, dict[Any, str | None]] = {  # setting -> value -> arm
     "gate_activation": {"tanh": None, "sigmoid01": "gated_srp_sigmoid"},
@@ -104,14 +103,14 @@ _GATE_ABLATIONS: dict[str, dict[Any, str | None]] = {  # setting -> value -> arm
     "no_detach_gate_inputs": {False: None, True: "gated_srp_live"},
 }
 # Settings that leave no trace in the weights, yet change what a model computes: no arm has another value.
-_ALWAYS = {"pos_mode": "none", "ln_specialization": "shared", "mask_diagonal": False}
+_ALWAYS = {"pos_mode": "none", "ln_specialization": "shared"}
 _ALWAYS_CORRECTED = {
     "gate_activation_temperature": 1.0,
     "gate_count_features": "legacy",
     "neighbor_shell": "cumulative",
     "neighbor_source": "real",
     "neighbor_weighting": "uniform",
-    "srp_gate_placement": "post_agg",
+    "srp_r_target": "knn8",
 }
 _LEFTOVER = re.compile(r"blocks\.\d+\.attn\.(beta|beta_patch|alpha_cls|alpha_patch)$")
 _RENAMES = (
@@ -137,6 +136,17 @@ class _Checkpoint:
         if value in known:
             return known[value]
         raise self.error(f"args[{setting!r}] is {value!r}, expected one of {', '.join(map(str, [*known, *more]))}")
+
+    @property
+    def coefficients(self) -> set[float]:
+        """The values of ``attn.beta_patch``: the coefficient of models with a fixed one, zeros in all others."""
+        held = [tensor for name, tensor in self.weights.items() if name.endswith(".attn.beta_patch")]
+        return {float(value) for tensor in held for value in tensor.flatten().tolist()}
+
+    @property
+    def holds_coefficients(self) -> bool:
+        """Whether the model has a fixed coefficient, whatever its settings call that."""
+        return bool(self.coefficients - {0.0})
 
     def check(self, settings: Mapping[str, Any]) -> None:
         for setting, expected in settings.items():
@@ -241,7 +251,8 @@ def _arm(checkpoint: _Checkpoint) -> str:
     if method not in ("", "xsa", "diff"):
         checkpoint.check(_ALWAYS_CORRECTED)
     if trunk == "vit4" and method == "diff":
-        return "diff_no_ppeg"  # the release's is Nystrom attention without PPEG; our vit4_diff is dense
+        what = "vit4 with Diff: whether its attention is dense or Nystrom leaves no trace in the weights, and no number to check against is known"
+        raise checkpoint.error(what, cure="Build the model that it was with build_model, and load the weights into it.")
     if trunk == "vit4" and method == "gated_srp":
         inputs = checkpoint.shape("blocks.0.attn.gate.token_mlp_hidden.weight")[1]
         return "vit4_gated_srp_published" if inputs == 4 else "vit4_gated_srp"
@@ -264,11 +275,11 @@ def _slide_method(checkpoint: _Checkpoint) -> str:
 
 def _panda_method(checkpoint: _Checkpoint) -> str:
     mode = checkpoint.args["mode"]
-    if mode in _FIXED_MODES or mode == "srp_signed_gated":
-        if checkpoint.args.get("arch") != "transmil":
-            checkpoint.check({"srp_r_target": "knn8"})  # transmil's axis is local whatever this says
-        return _gated_method(checkpoint) if mode == "srp_signed_gated" else _fixed_method(checkpoint)
-    method: str = checkpoint.choice("mode", _MODES, *_FIXED_MODES, "srp_signed_gated")
+    if mode == "srp_signed_gated":
+        return _gated_method(checkpoint)
+    if mode not in _MODES and checkpoint.holds_coefficients:
+        return _fixed_method(checkpoint)
+    method: str = checkpoint.choice("mode", _MODES, "srp_signed_gated", "a fixed coefficient in attn.beta_patch")
     return method
 
 
@@ -285,9 +296,10 @@ def _adp_method(checkpoint: _Checkpoint) -> str:
         raise checkpoint.error(f"combines {' with '.join(chosen)}; no arm does")
     if not corrected:
         return "xsa" if True in xsa else "diff" if diff else ""
-    kinds = {"fixed": _fixed_method, "zero": _fixed_method, "one": _fixed_method, "signed_gated": _gated_method}
-    method: str = checkpoint.choice("beta_patch_mode", kinds)(checkpoint)
-    return method
+    if checkpoint.args.get("beta_patch_mode") != "signed_gated" and checkpoint.holds_coefficients:
+        return _fixed_method(checkpoint)
+    checkpoint.choice("beta_patch_mode", {"signed_gated": None}, "a fixed coefficient in attn.beta_patch")
+    return _gated_method(checkpoint)
 
 
 def _gated_method(checkpoint: _Checkpoint) -> str:
@@ -299,8 +311,7 @@ def _gated_method(checkpoint: _Checkpoint) -> str:
 
 
 def _fixed_method(checkpoint: _Checkpoint) -> str:
-    held = [w for k, w in checkpoint.weights.items() if k.endswith((".attn.beta_patch", ".attn.beta"))]
-    values = {float(v) for w in held for v in w.flatten().tolist()}
+    values = checkpoint.coefficients
     values -= {0.0} if len(values) > 1 else set()  # the last block, which reads CLS alone, may hold zeros
     if len(values) != 1 or not values <= set(_FIXED):
         what = f"blocks.*.attn.beta_patch holds {sorted(values)}, expected one coefficient of -1, 0, 1, 2 for all heads"

@@ -21,7 +21,7 @@ import pandas as pd
 from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.files.images import ImageGrid
 from gated_srp.data.files.siblings import is_known
-from gated_srp.data.loader import SlideBag, SlideDataset
+from gated_srp.data.loader import SlideBag, SlideDataset, Variation
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError, joined
@@ -189,10 +189,10 @@ class FittingDataset(SlideDataset):
         dataset.run, dataset.force = run, force
         return dataset
 
-    def __getitem__(self, index: int) -> SlideBag:
+    def varied(self, index: int, variation: Variation | None) -> SlideBag:
         try:
             notes = self._fit(self.files[index])
-            bag = super().__getitem__(index)
+            bag = super().varied(index, variation)
         except UserError:
             raise
         except Exception as error:  # one odd file must not end the others' predictions
