@@ -52,7 +52,7 @@ lowest: .venv-lowest/.ready
 .venv-lowest/.ready: $(READY) .ci/lowest.py
 	rm -rf .venv-lowest && $(PYTHON) -m venv .venv-lowest
 	$(if $(TORCH),,ln -s $(CURDIR)/$$(echo .venv/lib/python3*/site-packages)/{torch,torchgen,functorch,torch-*.dist-info} .venv-lowest/lib/python3*/site-packages/)
-	.venv-lowest/bin/python $(PIP) pytest pytest-xdist hypothesis scikit-learn \
+	.venv-lowest/bin/python $(PIP) pytest pytest-xdist hypothesis scikit-learn torchsurv==0.1.6 \
 		$$($(BIN)/python .ci/lowest.py $(if $(TORCH),,$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')))
 	printf '%s\n' $(CURDIR)/src $(CURDIR)/benchmarks > $$(echo .venv-lowest/lib/python3*/site-packages)/gated_srp.pth
 	@touch $@
