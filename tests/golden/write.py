@@ -3,7 +3,7 @@
     cd tests && python -m golden.write
 
 Weights are not stored: `drawn` makes them again from a seed. Nothing of `gated_srp` is used: the numbers come from
-`reference.py` and `reference_models.py`, which were written from the paper's equations and the release's layout.
+`reference.py` and `reference_models.py`, which were written from the paper's equations, the protocol and the checkpoints' names.
 """
 
 from dataclasses import dataclass, field

@@ -142,8 +142,11 @@ def test_broken_files_are_refused(tmp_path, content):
     with pytest.raises(UserError, match="no such file"):
         load_published(tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(UserError, match="expected a dictionary with 'model' and 'args', found: list"):
+    with pytest.raises(UserError, match=r"expected a dictionary with .model. and .args., .* found: list"):
         load_published(tmp_path / "list.pt")
+    torch.save({"model": {}, "args": ["variant"]}, tmp_path / "args.pt")
+    with pytest.raises(UserError, match="dictionaries both, found: model, args"):
+        load_published(tmp_path / "args.pt")
 
 
 def test_a_model_file_of_ours_round_trips_with_its_card(tmp_path):

@@ -13,6 +13,7 @@ from gated_srp import PatchGraph, UserError, trace
 from gated_srp.models import build_model, convert, load_card, load_model, load_published
 from gated_srp.tasks import task_from_card
 
+GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 HEADS, WIDTH, IN, OUT = 6, 24, 10, 6
 SLIDES = {"width": WIDTH, "heads": HEADS, "outputs": OUT, "in_dim": IN, "depth": 4}
 IMAGES = {"width": WIDTH, "heads": HEADS, "outputs": 5, "depth": 3, "patches": 9, "patch": 4}
@@ -190,20 +191,20 @@ def test_vit4_with_its_four_input_gates_has_as_many_parameters_as_published():
             r"args\['gate_activation_temperature'\] is 2.0, expected 1.0",
         ),
         (
-            PANDA | {"arch": "transmil", "mode": "srp_signed_gated", "neighbor_weighting": "gaussian"},
-            r"args\['neighbor_weighting'\] is 'gaussian', expected 'uniform'",
+            PANDA | {"arch": "transmil", "mode": "srp_signed_gated", "neighbor_weighting": "other"},
+            r"args\['neighbor_weighting'\] is 'other', expected 'uniform'",
         ),
         (
             PANDA | {"arch": "vit4", "mode": "srp_signed_gated", "srp_r_target": "slide_mean"},
             r"args\['srp_r_target'\] is 'slide_mean', expected 'knn8'",
         ),
-        (ADP | {"alpha_cls_mode": "learn"}, r"args\['alpha_cls_mode'\] is 'learn', expected one of zero, one"),
+        (ADP | {"alpha_cls_mode": "other"}, r"args\['alpha_cls_mode'\] is 'other', expected one of zero, one"),
         (ADP | {"alpha_cls_mode": "one"}, "XSA on one kind of row alone"),
         (
-            ADP | {"use_srp": True, "beta_patch_mode": "learn"},
-            r"args\['beta_patch_mode'\] is 'learn', expected one of signed_gated",
+            ADP | {"use_srp": True, "beta_patch_mode": "other"},
+            r"args\['beta_patch_mode'\] is 'other', expected one of signed_gated",
         ),
-        (PANDA | {"arch": "vit4", "mode": "diff_transformer"}, "dense or Nystrom leaves no trace in the weights"),
+        (PANDA | {"arch": "vit4", "mode": "diff_transformer"}, "dense and Nystrom attention alike"),
         (
             ADP | {"use_srp": True, "alpha_cls_mode": "one", "alpha_patch_mode": "one"},
             "combines use_srp with XSA",
@@ -257,8 +258,7 @@ def test_the_command_converts_and_names_the_outputs(tmp_path, capsys):
 
 
 def other_names() -> list[str]:
-    folder = Path(__file__).resolve().parents[3] / "shared" / "golden" / "other"
-    return sorted(path.stem for path in folder.glob("*.npz")) or ["(absent)"]
+    return sorted(path.stem for path in (GOLDEN / "other").glob("*.npz")) or ["(absent)"]
 
 
 @pytest.mark.shared
@@ -284,3 +284,31 @@ def test_golden_numbers_of_the_other_trainers(shared, name):
     np.testing.assert_allclose(logits.detach(), golden["logits"], atol=1e-4)
     F.cross_entropy(logits, torch.tensor([2])).backward()
     np.testing.assert_allclose(features.grad, golden["grad_features"], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("path", sorted(GOLDEN.rglob("*.pt")) or [Path("(absent)")], ids=lambda path: path.stem)
+def test_the_plain_models_that_judge_ours_compute_the_founders_numbers(shared, path):
+    if not path.is_file():
+        pytest.skip("the shared data folder has no golden numbers")
+    golden, found = np.load(path.with_suffix(".npz")), torch.load(path, weights_only=True)
+    args, weights = found["args"], {name: tensor.double() for name, tensor in found["model"].items()}
+    dense = "images" in golden or args.get("arch") == "vit4"
+    plain = Plain(
+        args["num_heads"],
+        landmarks=None if dense else args["num_landmarks"],
+        xsa=any(bool((tensor == 1).all()) for name, tensor in weights.items() if name.endswith(".attn.alpha_patch")),
+        delta=args.get("delta_scale"),
+    )
+    if "images" in golden:
+        side = golden["images"].shape[-1] // args["patch_size"]
+        lists = neighbour_lists(torch.tensor([(x, y) for y in range(side) for x in range(side)]), 1)
+        logits = torch.stack([plain.image(weights, torch.tensor(image).double(), lists) for image in golden["images"]])
+        np.testing.assert_allclose(logits, golden["logits"], atol=1e-6)
+        return
+    features = torch.tensor(golden["features"]).double().requires_grad_()
+    lists = neighbour_lists(torch.tensor(golden["coords"]), int(golden["stride"]), int(golden["window"]))
+    logits = plain.slide(weights, features, lists)
+    np.testing.assert_allclose(logits.detach()[None], golden["logits"], atol=1e-6)
+    F.cross_entropy(logits[None], torch.tensor([2])).backward()
+    np.testing.assert_allclose(features.grad, golden["grad_features"], rtol=1e-4, atol=2e-8)
