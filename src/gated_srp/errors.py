@@ -21,6 +21,15 @@ def joined(what: str, where: str = "", cure: str = "") -> str:
     return f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {cure}"
 
 
+def counted(number: int, name: str) -> str:
+    """
+    >>> counted(1, "slide"), counted(1234, "slide"), counted(2, "class")
+    ('1 slide', '1,234 slides', '2 classes')
+    """
+    plural = "" if number == 1 else "es" if name.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {name}{plural}"
+
+
 class UserError(ValueError):
     """A mistake that a user can mend; the command line prints it without a traceback.
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import gated_srp
 from gated_srp.checks.check import check
+from gated_srp.checks.findings import facts_in_words
 from gated_srp.checks.survey import look_at, survey
 from gated_srp.cli import cohorts as commands
 from gated_srp.config.load import load_config
@@ -327,3 +328,15 @@ def test_the_splits_of_other_seeds_can_be_checked(tmp_path):
     config = _clam_cohort(tmp_path, [make_slide(i) for i in range(12)])
     assert list(check(config).facts["split"]) == ["seed 42", "seed 43"]
     assert list(check(config, seeds=[7]).facts["split"]) == ["seed 7"]
+
+
+def test_a_split_that_all_seeds_share_is_called_one_split(tmp_path):
+    config = _clam_cohort(tmp_path, [make_slide(i) for i in range(12)], more="split: split.csv\n")
+    parts = ["train"] * 6 + ["val"] * 2 + ["test"] * 4
+    (tmp_path / "split.csv").write_text("slide_id,split\n" + "".join(f"s{i},{p}\n" for i, p in enumerate(parts)))
+    said = dict(facts_in_words(check(config).facts))["split"]
+    assert said.startswith("6 train, 2 val, 4 test slides (the same split for both seeds)")
+    (tmp_path / "split.csv").unlink()
+    own = config.model_copy(update={"split": None})
+    assert "slides (seed 42, one of 2 splits)" in dict(facts_in_words(check(own).facts))["split"]
+    assert "slides (seed 42)" in dict(facts_in_words(check(own, seeds=[42]).facts))["split"]

@@ -365,7 +365,7 @@ def test_a_folder_of_features_gives_a_picture_each_and_broken_files_are_left_out
         ((run, tmp_path / "s.tif"), "a slide image, expected its feature file"),
         ((run,), "features come last"),
         ((file, run), f"`gated-srp heatmap {run} {file}`"),
-        ((tmp_path, file), f"a folder of 1 runs, not a run. Name those you mean: {run}"),
+        ((tmp_path, file), f"a folder of 1 run, not a run. Name those you mean: {run}"),
         ((run, tmp_path / "out"), "no feature files"),
     ):
         error = _command(*arguments, "-o", tmp_path / "no").exception

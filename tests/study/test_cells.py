@@ -5,6 +5,7 @@ import json
 import pytest
 from study.study_cells import cells, config, finish
 
+from gated_srp.data.splits import Split, write_split
 from gated_srp.errors import UserError
 from gated_srp.study.cells import Cell, Row, distinct, plan, quick_version, refuse_mismatches, refuse_unpaired
 
@@ -83,6 +84,37 @@ def test_a_cell_of_another_split_than_the_table_now_gives_is_refused(tmp_path):
     finish(found[3], split="split of 42")
     with pytest.raises(UserError, match="seed43: was trained on another split"):
         refuse_mismatches(found, {"toy": Data()})
+
+
+def begin(cell, split: Split) -> None:
+    """What training has written when it was interrupted: settings, split and state."""
+    cell.key.mkdir(parents=True)
+    cell.run.write_settings(cell.settings)
+    write_split(split, cell.key / "split.csv")
+    (cell.key / "environment.json").write_text('{"slides_hash": "of slides"}')
+    cell.run.state.write_bytes(b"weights")
+
+
+def test_an_unfinished_cell_on_another_split_is_no_pair_either(tmp_path):
+    one, other = (Split("case_id", {"p1": "train", "p,2": part, "NA": "test"}, "s") for part in ("train", "val"))
+    found = cells(tmp_path, seeds=(42,))
+    finish(found[0], split=one.hash)
+    begin(found[1], other)
+    with pytest.raises(UserError, match=rf"different splits \({other.hash[:12]}, {one.hash[:12]}\)"):
+        refuse_unpaired(found)
+    again = cells(tmp_path / "again", seeds=(42,))
+    finish(again[0], split=one.hash)
+    begin(again[1], one)
+    refuse_unpaired(again)
+
+
+def test_an_unfinished_cell_of_another_split_than_the_table_now_gives_is_refused(tmp_path):
+    now = Split("slide", {"s1": "train"}, "s")
+    data = type("Data", (), {"split": lambda self, seed, fold: now})()
+    begun = cells(tmp_path, seeds=(42,))
+    begin(begun[0], Split("slide", {"s1": "test"}, "s"))
+    with pytest.raises(UserError, match="seed42: was begun on another split than the table gives now"):
+        refuse_mismatches(begun, {"toy": data})
 
 
 def test_a_cell_of_other_settings_is_refused(tmp_path):

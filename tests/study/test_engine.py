@@ -1,6 +1,7 @@
 """The local engine, with a stand-in for training: a process that reads its cell and does as the seed says."""
 
 import json
+import os
 import sys
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from study.study_cells import cells, finish
 
 from gated_srp.study.engine import Board, Slot, local_slots, run_local
+from gated_srp.study.worker import write_job_array
 
 CELL = """
 import json, os, signal, sys, pathlib
@@ -145,13 +147,26 @@ def test_a_worker_runs_one_cell_after_the_other_and_is_replaced_when_it_crashes(
     assert one == two == crashed[:1] and three == crashed[1:] and one != three
 
 
-def test_cells_share_the_threads_and_the_memory():
-    import os
-
+def test_cells_share_the_threads_and_the_memory(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     cores = len(os.sched_getaffinity(0))
     assert len(local_slots(100, 1.0)) == cores
     assert local_slots(1, 1.0) == (Slot(cores),)
     assert local_slots(100, 1e18) == (Slot(cores),)
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_users_number_of_threads_is_never_raised(monkeypatch, tmp_path, name):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv(name, "2")
+    assert [slot.threads for slot in local_slots(1, 1.0)] == [2]
+    assert local_slots(1, 1.0)[0].environment()["OMP_NUM_THREADS"] == "2"
+    assert [slot.threads for slot in local_slots(8, 1.0)] == [1] * 8
+    assert "--cpus-per-task=2\n" in write_job_array(tmp_path, [], seconds=1, memory=1, gpu=False).read_text()
+    monkeypatch.setenv(name, "not a number")
+    assert [slot.threads for slot in local_slots(1, 1.0)] == [8]
 
 
 def test_a_cell_sees_its_own_device_only(monkeypatch):

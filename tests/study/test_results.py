@@ -48,7 +48,7 @@ def test_arms_that_spell_a_missing_value_stay_arms(tmp_path):
 def test_a_value_that_is_missing_is_left_out_and_said(tmp_path):
     path = write(tmp_path / "r.csv", "A,na,42,f1,0.5\nA,na,43.0,f1,0.4\nA,x,42,f1,\nA,x,43,f1,0.6\nA,x,44,f1,nan\n")
     results, notes = read_results(path)
-    assert notes == ("2 rows have no value and are left out",)
+    assert notes == ("left out: 2 rows without a value",)
     comparison = compare(results, "na", notes=notes)
     (cell,) = comparison.cohorts
     assert (cell.statistics.n, cell.missing) == (1, ("42",))

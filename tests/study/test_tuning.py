@@ -5,10 +5,12 @@ from study.study_cells import config, finish
 from training.toy_cohorts import open_config, write_cohort
 
 import gated_srp
+from gated_srp.cli.screen import cell_table
 from gated_srp.config.cohort import open_cohort
 from gated_srp.errors import UserError
 from gated_srp.study.cells import plan
 from gated_srp.study.tuning import (
+    Choice,
     choose,
     freeze,
     frozen_path,
@@ -56,6 +58,56 @@ def test_each_seed_chooses_for_itself_by_validation(tmp_path):
     assert round(found.by_choosing, 4) == 0.155
     assert round(found.gain.mean, 4) == -0.055
     assert round(found.peeking, 4) == 0.115
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"),
+    [
+        (
+            0.9,
+            "optimism: validation minus test is +0.3000 for the chosen settings, +0.1000 untuned; +0.2000 is the optimism of choosing",
+        ),
+        (
+            0.1,
+            "optimism: validation minus test is -0.5000 for the chosen settings, +0.1000 untuned; choosing added no optimism",
+        ),
+    ],
+)
+def test_the_optimism_is_said_with_its_sign(validation, words):
+    one = Choice("42", 1.0, 16, validation, 0.6, start_validation=0.8, start_test=0.7, best_test=0.75)
+    assert str(optimism([one], 0.25)).startswith(words)
+
+
+def test_an_undefined_validation_metric_leaves_the_optimism_undefined():
+    one = Choice("42", 1.0, 16, float("nan"), 0.6, start_validation=0.8, start_test=0.7, best_test=0.75)
+    assert str(optimism([one], 0.25)).startswith("optimism: not defined, as the metric is not on validation.\ngain of")
+
+
+def test_no_test_score_is_shown_before_the_choice(tmp_path, monkeypatch):
+    cohort = open_config(write_cohort(tmp_path, slides=16))
+    split = open_cohort(cohort).split(42, 0).hash
+
+    def run(board, slots):
+        for cell in board.of("waiting"):
+            finish(cell, split=split, val=0.8, macro_f1=0.6123)
+            path = cell.key / "metrics.json"
+            path.write_text(path.read_text()[:-1] + ', "val": {"slide": {"macro_f1": 0.8456}}}')
+            board.set(cell, "finished")
+            shown.append(_text(cell_table(board)))
+
+    shown: list[str] = []
+    monkeypatch.setattr("gated_srp.study.engine.run_local", run)
+    gated_srp.tune(cohort, seeds=[42], progress=lambda event: shown.append(event.text))
+    assert sum("macro_f1 0.8456 on validation" in text for text in shown) >= 16
+    assert not any("0.6123" in text for text in shown)
+
+
+def _text(table) -> str:
+    from rich.console import Console
+
+    with (page := Console(width=300)).capture() as found:
+        page.print(table)
+    return found.get()
 
 
 def test_tune_chooses_freezes_and_says_what_it_is_worth(tmp_path):

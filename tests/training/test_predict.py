@@ -231,7 +231,7 @@ def test_a_run_that_cannot_predict_says_why(tmp_path):
     with pytest.raises(UserError, match=r"unfinished: start `gated-srp train` again"):
         open_runs([tmp_path / "runs/seed42"])
     model_file(tmp_path / "runs/seed42/model.safetensors")
-    with pytest.raises(UserError, match=r"a folder of 1 runs, not a run\. Name those you mean: .*seed42"):
+    with pytest.raises(UserError, match=r"a folder of 1 run, not a run\. Name those you mean: .*seed42"):
         open_runs([tmp_path / "runs"])
     assert open_runs([tmp_path / "runs/seed42"])[0].width == WIDTH
     with pytest.raises(UserError, match="no run is named"):
@@ -329,12 +329,18 @@ def test_the_command_averages_runs_and_writes_both_tables(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"p.csv", "p_skipped.csv"}
 
 
+def test_one_is_said_as_one(tmp_path):
+    write_slides(tmp_path / "f", 1)
+    result = command(model_file(tmp_path / "m.safetensors"), tmp_path / "f", "-o", tmp_path / "p.csv", "--workers", 0)
+    assert "1 file in " in result.output and "1 slide predicted by 1 run, 0 skipped" in result.output
+
+
 def test_nothing_is_written_when_nothing_can_be_predicted(tmp_path):
     write_trident(tmp_path / "f", "wide", make_slide(width=20))
     model = model_file(tmp_path / "m.safetensors")
     result = command(model, tmp_path / "f", "-o", tmp_path / "p.csv", "--workers", 0)
     assert isinstance(result.exception, UserError) and not (tmp_path / "p.csv").exists()
-    assert "none of 1 slides can be predicted; nothing was written" in str(result.exception)
+    assert "no slide of 1 can be predicted; nothing was written" in str(result.exception)
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):

@@ -256,3 +256,15 @@ def test_a_slide_of_another_width_is_named(tmp_path):
     write_trident(tmp_path / "feats", "s004", make_slide(1, width=5))
     with pytest.raises(UserError, match=r"slide 's004' .*expected \(B, N, 8\).*another encoder"):
         train(open_config(path), arm="na", seed=42)
+
+
+def test_an_error_is_said_once_and_kept_in_the_log(tmp_path):
+    config = open_config(write_cohort(tmp_path), train__epochs=1)
+    slide = planted(1, 2.0)
+    slide.features[0] = float("nan")
+    write_trident(tmp_path / "feats", "s001", slide)
+    said = []
+    with pytest.raises(UserError) as error:
+        train(config, arm="na", seed=42, progress=lambda event: said.append(event.text))
+    assert not any(error.value.what in text for text in said)
+    assert f"stopped: {error.value}" in (tmp_path / "runs/toy/na/seed42/log.txt").read_text()

@@ -13,7 +13,7 @@ from gated_srp.data.files.siblings import is_known
 from gated_srp.data.matching import Matches
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
-from gated_srp.errors import Level, Note, UserError
+from gated_srp.errors import Level, Note, UserError, counted
 from gated_srp.progress import spoken
 from gated_srp.tasks import find_task
 
@@ -65,14 +65,14 @@ def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Note]:
     good = [file for file in facts if file.usable]
     widths = Counter(file.width for file in good)
     if len(widths) > 1:
-        listed = ", ".join(f"{width} ({count:,} files)" for width, count in widths.most_common())
+        listed = ", ".join(f"{width} ({counted(count, 'file')})" for width, count in widths.most_common())
         common = widths.most_common(1)[0][0]
         cure = "Point `features` at one encoder's folder, name the `encoder`, or extract these files again."
         odd = tuple(str(file.path) for file in good if file.width != common)
         yield Note("error", "mixed_widths", f"features have several widths: {listed}", odd, cure)
     names = Counter(file.encoder for file in good if file.encoder)
     if len(names) > 1:
-        listed = ", ".join(f"{name} ({count:,} files)" for name, count in names.most_common())
+        listed = ", ".join(f"{name} ({counted(count, 'file')})" for name, count in names.most_common())
         sure = sum(is_known(name) for name in names) > 1  # an unknown name may be another spelling
         common_name = names.most_common(1)[0][0]
         odd = tuple(str(file.path) for file in good if file.encoder not in (None, common_name))
@@ -185,7 +185,7 @@ def facts_in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{patches['total']:,} in all",
     )
     for place, one in enumerate(summary["strides"][:_STRIDES]):
-        yield "" if place else "stride", f"{one['stride']}: {one['source']} ({one['files']:,} files)"
+        yield "" if place else "stride", f"{one['stride']}: {one['source']} ({counted(one['files'], 'file')})"
     if len(summary["strides"]) > _STRIDES:
         yield "", f"... and {len(summary['strides']) - _STRIDES} more"
     yield from _neighbours(summary["neighbours"], summary["cap"])
@@ -223,19 +223,22 @@ def _labels(labels: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _split(splits: dict[str, Any]) -> str:
     name, first = next(iter(splits.items()))
-    others = f", like {len(splits) - 1} other splits" if len(splits) > 1 else ""
-    return f"{_words(first['slides'])} slides ({name}{others}); no patient is in two parts"
+    different = len({one["hash"] for one in splits.values()})
+    which = f"{name}, one of {different} splits" if different > 1 else name
+    if len(splits) > different == 1:
+        which = f"the same split for {'both' if len(splits) == 2 else f'all {len(splits)}'} seeds"
+    return f"{_words(first['slides'])} slides ({which}); no patient is in two parts"
 
 
 def _cost(cost: dict[str, Any]) -> Iterator[tuple[str, str]]:
     machine = cost["machine"]
     yield (
         "one run",
-        f"roughly {spoken(cost['run_seconds'])} ({cost['epochs']} epochs) and {_size(cost['run_bytes'])} of memory",
+        f"roughly {spoken(cost['run_seconds'])} ({counted(cost['epochs'], 'epoch')}) and {_size(cost['run_bytes'])} of memory",
     )
     yield (
         "comparison",
-        f"{cost['runs']} runs one after another: roughly {spoken(cost['comparison_seconds'])}; from the number of "
+        f"{counted(cost['runs'], 'run')} one after another: roughly {spoken(cost['comparison_seconds'])}; from the number of "
         f"patches and {machine['rate'] / 1e9:,.0f} billion operations per second, measured on {machine['name']}",
     )
 

@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from gated_srp.cli.options import Change, Cohort, Force, Out, Repeats, Run, Stride
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
-from gated_srp.errors import Interrupted, Note, UserError
+from gated_srp.errors import Interrupted, Note, UserError, counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +73,7 @@ def predict(
     _prepare_folder(output.parent, output)
     trained = open_runs(runs)
     files = files_for(trained[0], features)
-    say(f"model: {trained[0]}\n{len(files)} files in {features}", err=True)
+    say(f"model: {trained[0]}\n{counted(len(files), 'file')} in {features}", err=True)
     with show_progress() as progress:
         keys = {"features_key": features_key, "coords_key": coords_key}
         found = run(trained, files, **keys, stride=stride, force=force, workers=workers, progress=progress)
@@ -86,7 +86,7 @@ def predict(
     if len(far) > 10:
         LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
     by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
-    say(f"{len(table)} slides predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
+    say(f"{counted(len(table), 'slide')} predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
     for line in found.summary():
         say(line)
     say_written(found.write(output))
@@ -116,7 +116,7 @@ def evaluate(
 
 def _report(found: "Evaluation") -> list[str]:
     lines = [
-        f"\n{found.run.path} on {found.cohort}: {len(found.slides)} slides of {found.patients} patients, "
+        f"\n{found.run.path} on {found.cohort}: {counted(len(found.slides), 'slide')} of {counted(found.patients, 'patient')}, "
         f"scored by {found.score}",
         f"  {'metric':<20}{'value':>8}   95 % interval",
     ]
@@ -129,7 +129,7 @@ def _report(found: "Evaluation") -> list[str]:
         few += "   (every draw gives the same: too few errors to tell)" if row["low"] == row["high"] else ""
         lines.append(f"{name}{row['value']:>8.4f}   {row['low']:.4f} to {row['high']:.4f}{few}")
     lines.append(
-        f"  intervals: percentiles over {found.repeats:,} draws of {found.patients} patients, seed {found.seed}"
+        f"  intervals: percentiles over {found.repeats:,} draws of {counted(found.patients, 'patient')}, seed {found.seed}"
     )
     return lines + [f"  {line}" for line in (found.findings.lines if found.findings else ())]
 

@@ -260,7 +260,7 @@ def _state(cell: Cell, board: Board) -> str:
 
     status = board[cell]
     if status.state == "finished":
-        return f"[green]{score(cell)}[/]"
+        return f"[green]{score(cell, board.part)}[/]"
     if status.state == "running":
         return f"[cyan]epoch {cell.epochs_done()}/{cell.config.train.epochs}[/]"
     if status.state == "failed":

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from gated_srp.cli.options import Change, Cohort, Out, Repeats, Seeds
 from gated_srp.cli.runs import changes
 from gated_srp.cli.screen import say, show_progress
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import write_json
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def compare(
         )
     if not _submitted(found.script):
         say(f"\n{found.verdict}")
-        say(f"written: {found.folder} ({len(found.files)} files)")
+        say(f"written: {found.folder} ({counted(len(found.files), 'file')})")
     if found.failed:
         raise typer.Exit(1)
 
@@ -141,7 +141,7 @@ def reproduce(
     if dry_run:
         for one in found.studies:
             _show_plan(one)
-        say(f"{found.runs} distinct runs")
+        say(f"{counted(found.runs, 'distinct run')}")
     elif not _submitted(found.script):
         for one in found.studies:
             if one.study.command:
@@ -149,7 +149,7 @@ def reproduce(
             if one.text:
                 say(f"\n{one.text}")
             if one.files:
-                say(f"written: {one.folder} ({len(one.files)} files)")
+                say(f"written: {one.folder} ({counted(len(one.files), 'file')})")
     if found.failed:
         raise typer.Exit(1)
 
@@ -210,7 +210,11 @@ def _list_studies() -> None:
     from gated_srp.study.paper import read_studies, studies_folder
 
     for study in read_studies("all", studies_folder()):
-        about = f"{len(study.columns)} cohorts x {len(study.rows)} rows" if study.rows else "nothing to train"
+        about = (
+            f"{counted(len(study.columns), 'cohort')} x {counted(len(study.rows), 'row')}"
+            if study.rows
+            else "nothing to train"
+        )
         say(f"{study.name:<20} {study.title} ({about})")
     say(f"{'all':<20} all of these, runs that several need counted once")
 
@@ -220,11 +224,13 @@ def _show_plan(one: ReproducedStudy) -> None:
     study, plan = one.study, one.plan()
     extra = plan["untuned"].astype(bool)
     own, more = plan[~extra], plan[extra]
-    what = f"drawn by `{study.command}`" if study.command else f"{len(own)} cells" if study.rows else "drawn at once"
+    what = (
+        f"drawn by `{study.command}`" if study.command else counted(len(own), "cell") if study.rows else "drawn at once"
+    )
     say(f"{study.name}: {study.title}; {what}")
     for part in (own, more):
         if part is more and len(more):
-            say(f"{study.name}, beside them: {len(more)} cells of untuned rows")
+            say(f"{study.name}, beside them: {counted(len(more), 'cell')} of untuned rows")
         for cell in part.itertuples():
             say(f"  {cell.cohort:<11} {cell.row:<36} seed {cell.seed}  {cell.settings}")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import read_tensors, write_tensors
 from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
@@ -29,7 +29,9 @@ def model_file(run: Path) -> Path:
     below = sorted(path.parent for path in run.glob("**/model.safetensors"))
     if below:
         some = " ".join(map(str, below[:3])) + (" ..." if len(below) > 3 else "")
-        raise UserError(f"a folder of {len(below)} runs, not a run", where=run, cure=f"Name those you mean: {some}")
+        raise UserError(
+            f"a folder of {counted(len(below), 'run')}, not a run", where=run, cure=f"Name those you mean: {some}"
+        )
     cure = "It is unfinished: start `gated-srp train` again." if (run / "config.yaml").is_file() else "Is it a run?"
     raise UserError("no model.safetensors in this folder", where=run, cure=cure)
 

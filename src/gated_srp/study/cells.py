@@ -16,7 +16,8 @@ import pandas as pd
 
 from gated_srp.config.cohort import CohortConfig, CohortData
 from gated_srp.config.load import load_config
-from gated_srp.errors import UserError
+from gated_srp.data.splits import Split
+from gated_srp.errors import UserError, counted
 from gated_srp.models import find_arm
 from gated_srp.training.folder import RunFolder, settings_of
 
@@ -152,7 +153,7 @@ def quick_version(config: CohortConfig, seeds: Sequence[int]) -> tuple[CohortCon
     kept = tuple(seeds[:QUICK_SEEDS])
     plain = config.model_dump()
     plain["train"]["epochs"], plain["out"] = epochs, config.out / "quick"
-    mark = f"QUICK: {epochs} of {config.train.epochs} epochs, {len(kept)} of {len(seeds)} seeds, for all arms alike; no result to report"
+    mark = f"QUICK: {epochs} of {config.train.epochs} epochs, {len(kept)} of {counted(len(seeds), 'seed')}, for all arms alike; no result to report"
     return CohortConfig.model_validate(plain), kept, mark
 
 
@@ -174,8 +175,9 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
             expected[at] = data[cell.cohort].split(cell.seed, cell.fold).hash
         there = split_hash(cell)
         if there is not None and there != expected.get(at, there):
+            done = "trained" if cell.run.finished else "begun"
             raise UserError(
-                f"was trained on another split than the table gives now ({there[:12]}, expected {expected[at][:12]}), "
+                f"was {done} on another split than the table gives now ({there[:12]}, expected {expected[at][:12]}), "
                 "so it cannot be paired",
                 where=cell.key,
                 cure="Restore the table, choose another `out`, or remove the folder.",
@@ -184,7 +186,7 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
 
 
 def refuse_unpaired(cells: Iterable[Cell]) -> None:
-    """All finished cells of a cohort and seed must have the same split; otherwise their differences mean nothing."""
+    """All cells of a cohort and seed, finished or begun, must have the same split; otherwise their differences mean nothing."""
     seen: dict[tuple[str, str], tuple[str, Cell]] = {}
     for cell in distinct(cells):
         there = split_hash(cell)
@@ -201,9 +203,12 @@ def refuse_unpaired(cells: Iterable[Cell]) -> None:
 
 
 def split_hash(cell: Cell) -> str | None:
-    """Of a finished or started run; None if there is neither."""
+    """Of a finished run as it says itself, of an unfinished one from its split.csv; None if there is neither."""
     run = cell.run
-    if not (run.finished or run.begun):
+    if run.finished:
+        found = run.results.get("split_hash")
+        return None if found is None else str(found)
+    if not run.begun or (rows := run.split) is None:
         return None
-    found = (run.results if run.finished else run.environment).get("split_hash")
-    return None if found is None else str(found)
+    units = rows.columns[0]
+    return Split(str(units), dict(zip(rows[units], rows["split"], strict=True)), str(run.path)).hash

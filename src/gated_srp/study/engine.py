@@ -23,12 +23,12 @@ from gated_srp.config.cohort import CohortData, preparation
 from gated_srp.data.bag import BagError
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import PARTS
-from gated_srp.errors import Interrupted, UserError
+from gated_srp.errors import Interrupted, UserError, counted
 from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
 from gated_srp.models import find_arm
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches
-from gated_srp.study.worker import COMMAND, GRACE, Worker, write_job_array
+from gated_srp.study.worker import COMMAND, GRACE, Worker, thread_limit, write_job_array
 from gated_srp.training.inputs import evenly
 
 EngineName = Literal["local", "ray", "slurm"]
@@ -65,6 +65,7 @@ class Running:
     address: str | None = None  # of the Ray cluster
     confirm: Callable[[Cost], bool] = lambda cost: True
     progress: Progress = silent
+    part: Literal["test", "val"] = "test"  # whose score is shown when a cell is finished
 
     def say(self, text: str) -> None:
         self.progress(Event("study", text=text))
@@ -86,10 +87,12 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
         Interrupted: stopped with Ctrl-C; running cells have saved their states.
     """
     refuse_mismatches(cells, data)
-    board = Board(tuple(cells), running.progress)
+    board = Board(tuple(cells), running.progress, running.part)
     machine = this_machine()
     ahead = cost(cells, data, machine)
-    running.say(f"{len(board.cells)} cells, {len(board.cells) - ahead.cells} finished before, {ahead.cells} to run")
+    running.say(
+        f"{counted(len(board.cells), 'cell')}, {len(board.cells) - ahead.cells} finished before, {ahead.cells} to run"
+    )
     if not ahead.cells:
         return Ran({})
     if running.engine == "slurm":
@@ -100,8 +103,7 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
         return Ran({}, write_job_array(folder, waiting, seconds=each, memory=ahead.memory, gpu=gpu))
     slots = local_slots(running.jobs or ahead.cells, 1.0 if running.jobs else ahead.memory)
     ahead = replace(ahead, seconds=ahead.seconds / len({slot.device for slot in slots}))
-    threads = f"{slots[0].threads} thread{'s' if slots[0].threads > 1 else ''} each"
-    here = f"this machine, {len(slots)} at a time, {threads}"
+    here = f"this machine, {len(slots)} at a time, {counted(slots[0].threads, 'thread')} each"
     where = f"the cluster at {running.address or 'hand'}" if running.engine == "ray" else here
     running.say(
         f"roughly {spoken(ahead.seconds)} on {machine.name}, {_bytes(ahead.disk)} on disk, {_bytes(ahead.memory)} of memory per "
@@ -180,6 +182,7 @@ class Board:
 
     cells: tuple[Cell, ...]
     progress: Progress = silent
+    part: Literal["test", "val"] = "test"
     status: dict[Path, Status] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -201,7 +204,7 @@ class Board:
             words = "started again" if status.tries > 1 else "started"
         elif state == "finished":
             count = f"({len(self.of('finished'))} of {len(self.cells)})"
-            words = f"finished in {spoken(status.seconds)}, {score(cell)} {count}"
+            words = f"finished in {spoken(status.seconds)}, {score(cell, self.part)} {count}"
         else:
             words = f"{'failed and will be tried once more' if state == 'waiting' else 'FAILED twice, the rest goes on'}: {error}"
         self.report(f"{cell}: {words}")
@@ -217,13 +220,14 @@ class Board:
         return again
 
 
-def score(cell: Cell) -> str:
-    """The test score of a finished cell by the metric that selects, e.g. ``c_index 0.7213``."""
+def score(cell: Cell, part: str = "test") -> str:
+    """The score of a finished cell by the metric that selects, e.g. ``c_index 0.7213``, on test unless it says otherwise."""
     try:
-        value = cell.metrics().get(cell.config.metric, math.nan)
+        value = cell.metrics(part).get(cell.config.metric, math.nan)
     except UserError:
         value = math.nan
-    return f"{cell.config.metric} –" if math.isnan(value) else f"{cell.config.metric} {value:.4f}"
+    where = "" if part == "test" else " on validation"
+    return f"{cell.config.metric} –{where}" if math.isnan(value) else f"{cell.config.metric} {value:.4f}{where}"
 
 
 # Where ---------------------------------------------------------------------------------------------------------------
@@ -246,7 +250,10 @@ class Slot:
 
 
 def local_slots(cells: int, need: float) -> tuple[Slot, ...]:
-    """As many as cores, memory and devices have room for, each cell needing ``need`` bytes; they share the threads."""
+    """As many as cores, memory and devices have room for, each cell needing ``need`` bytes; they share the threads.
+
+    None gets more threads than the user's environment allows (`thread_limit`).
+    """
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -260,7 +267,8 @@ def local_slots(cells: int, need: float) -> tuple[Slot, ...]:
     else:
         places = [None] * max(1, min(most, int(_SPARE * _free_memory() // need)))
     count = max(1, min(most, len(places)))
-    return tuple(Slot(max(1, cores // count), device) for device in places[:count])
+    threads = max(1, min(cores // count, thread_limit() or cores))
+    return tuple(Slot(threads, device) for device in places[:count])
 
 
 def _free_memory() -> float:
@@ -323,7 +331,7 @@ def run_ray(
         raise UserError("--engine ray needs the extra `cluster`: pip install 'gated-srp[cluster]'.") from None
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, include_dashboard=False)
-    needs = _needs(ray, cpus, memory)
+    needs = _needs(ray, min(cpus, thread_limit() or cpus), memory)
     task = ray.remote(**needs, max_retries=_LOST)(_ray_task)
     pending: dict[Any, Cell] = {}
 

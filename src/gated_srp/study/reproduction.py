@@ -18,7 +18,7 @@ import yaml
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort
 from gated_srp.config.load import load_config
 from gated_srp.config.presets import find_cohort
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.models import find_arm
 from gated_srp.progress import Progress, silent
 from gated_srp.study import paper
@@ -246,7 +246,9 @@ def plan_study(
 def paper_settings(cell: Cell) -> str:
     """The settings that a cell trains with, in words."""
     config, train = cell.config, cell.config.train
-    parts = [f"{train.epochs} epochs, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"]
+    parts = [
+        f"{counted(train.epochs, 'epoch')}, lr {train.lr:g}, decay {train.weight_decay:g}, accumulation {train.accumulation}"
+    ]
     parts += [f"batch {train.batch_size}"] if train.batch_size > 1 else []
     if config.images:
         parts.append(f"images of {config.images.size} pixels, patches of {config.images.patch}")

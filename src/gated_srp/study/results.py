@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.data.spreadsheet import pick_column, read_frame
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired
 
 COLUMNS = ("cohort", "arm", "seed", "metric", "value")
@@ -183,7 +183,7 @@ def read_results(results: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, tupl
         cell = ", ".join(row[name] for name in COLUMNS[:-1])
         raise UserError(f"a second value for {cell}", where=f"{path}, row {row.name}", cure="Keep one row for each.")
     if frame["value"].isna().any():
-        notes.append(f"{int(frame['value'].isna().sum())} rows have no value and are left out")
+        notes.append(f"left out: {counted(int(frame['value'].isna().sum()), 'row')} without a value")
     return frame.dropna(subset="value").reset_index(drop=True), tuple(notes)
 
 

@@ -100,7 +100,7 @@ def tune(
     from gated_srp.study.comparison import split_ratio
     from gated_srp.study.engine import Running, run_cells
 
-    running = Running(jobs, engine, address, confirm, progress)
+    running = Running(jobs, engine, address, confirm, progress, part="val")  # no test score before the choice
     config = cohort_config(cohort, out)
     seeds = tuple(seeds or config.seeds)
     if quick:
@@ -188,9 +188,13 @@ class Optimism:
     def __str__(self) -> str:
         gain = self.gain
         interval = "" if math.isnan(gain.low) else f" (95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
+        added = f"{self.by_choosing:+.4f} is the optimism of choosing"
+        by_choosing = added if self.by_choosing > 0 else "choosing added no optimism"
+        said = f"validation minus test is {self.chosen:+.4f} for the chosen settings, {self.start:+.4f} untuned; {by_choosing}"
+        if math.isnan(self.by_choosing):
+            said = "not defined, as the metric is not on validation"
         return (
-            f"optimism: validation promised {self.chosen:+.4f} more than the test gave, {self.by_choosing:+.4f} of it by choosing "
-            f"(untuned: {self.start:+.4f}).\ngain of tuning on test: {gain.mean:+.4f}{interval}. Choosing on the test set would "
+            f"optimism: {said}.\ngain of tuning on test: {gain.mean:+.4f}{interval}. Choosing on the test set would "
             f"have shown {self.peeking:+.4f} more, none of it real."
         )
 

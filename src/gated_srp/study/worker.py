@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gated_srp.errors import Interrupted, UserError
+from gated_srp.errors import Interrupted, UserError, counted
 from gated_srp.files import write_whole
 
 if TYPE_CHECKING:
@@ -225,6 +225,12 @@ def _temporary() -> IO[str]:
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
+def thread_limit() -> int | None:
+    """The most threads that the user's environment allows a process; None where it says nothing."""
+    said = [os.environ.get(name, "").split(",")[0].strip() for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+    return min((int(number) for number in said if number.isdigit() and int(number)), default=None)
+
+
 # Slurm ---------------------------------------------------------------------------------------------------------------
 
 _SLACK = 3.0  # of the estimated time; a task that runs out of it continues when it is submitted again
@@ -238,11 +244,12 @@ def write_job_array(
     folder = folder.absolute()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     write_whole(folder / "cells.jsonl", "".join(json.dumps(cell.spec()) + "\n" for cell in cells))
+    threads = min(threads, thread_limit() or threads)
     minutes = max(30, math.ceil(_SLACK * seconds / 60))
     gigabytes = max(4, math.ceil(1.5 * memory / 1e9))
     lines = [
         "#!/bin/bash",
-        f"# {len(cells)} cells of a gated-srp study. Submit with: sbatch {shlex.quote(str(folder / 'job.sh'))}",
+        f"# {counted(len(cells), 'cell')} of a gated-srp study. Submit with: sbatch {shlex.quote(str(folder / 'job.sh'))}",
         "# Time and memory are rough; change them to what your cluster wants. A task that was cut short continues from its last",
         "# state when the script is submitted again; finished ones end at once.",
         "#SBATCH --job-name=gated-srp",

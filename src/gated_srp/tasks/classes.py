@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.tasks import metrics as scores
 from gated_srp.tasks import task as base
 from gated_srp.tasks.task import Columns, Header, Labels, Matched, Metrics, Task
@@ -325,7 +325,7 @@ class Multilabel(NamedOutputs):
     def lacks(cls, frame: pd.DataFrame, classes: tuple[str, ...], part: str) -> Iterator[Note]:
         if absent := [name for name in classes if not frame[name].any()]:
             shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-            yield Note("warning", "split", f"no positive of {len(absent)} labels in {part} ({shown})")
+            yield Note("warning", "split", f"no positive of {counted(len(absent), 'label')} in {part} ({shown})")
 
     @property
     def truth(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.tasks import metrics as scores
 from gated_srp.tasks import task as base
 from gated_srp.tasks.metrics import FollowUp
@@ -132,7 +132,7 @@ class Survival(Task):
         follow_up = f"{median / _PER_YEAR[unit]:.1f} y" if unit else f"{median:g} in the unit of {time!r}"
         events = f"{100 * cases['event'].mean():.0f} % events"
         said = f"{columns.censorship or columns.event}: {reading}; {events}; median follow-up {follow_up} "
-        return [Note("note", "labels", f"{said}({len(cases)} patients)")]
+        return [Note("note", "labels", f"{said}({counted(len(cases), 'patient')})")]
 
     @classmethod
     def strata(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> dict[str, str]:
@@ -167,7 +167,7 @@ class Survival(Task):
     def scarce(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> Iterator[Note]:
         events = int(first_rows(frame)["event"].sum())
         if events < base.SCARCE:
-            yield base.scarce_note("few_events", f"only {events} patients with an event", "patients")
+            yield base.scarce_note("few_events", f"only {counted(events, 'patient')} with an event", "patients")
 
     @classmethod
     def lacks(cls, frame: pd.DataFrame, classes: tuple[str, ...], part: str) -> Iterator[Note]:

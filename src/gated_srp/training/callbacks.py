@@ -101,7 +101,7 @@ class RunCallbacks:
                 self._save(training)
         if self.stop.signal is not None and not isinstance(error, Interrupted):
             raise self._interrupted() from error  # a signal to the whole group also ends the loader's workers
-        self.say(f"stopped: {error}")
+        self.write(f"stopped: {error}")  # whoever called is told by the error itself
 
     def close(self) -> None:
         for logger in self.loggers:
@@ -109,13 +109,18 @@ class RunCallbacks:
 
     def say(self, text: str, data: Any = None) -> None:
         """One line, now: to whoever watches, and to log.txt."""
+        if self.ranks.first:
+            self.write(text)
+            self.progress(Event("train", text=text, data=data))
+
+    def write(self, text: str) -> None:
+        """To log.txt alone."""
         if not self.ranks.first:
             return
         _LOG.info("%s", text)
         log = self.run.path / "log.txt"
         with suppress(OSError), log.open("a", encoding="utf-8") as file:  # a full disk must not end a run here
             file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
-        self.progress(Event("train", text=text, data=data))
 
     def _save(self, training: Training) -> None:
         save_checkpoint(training.checkpoint(), self.run.state)

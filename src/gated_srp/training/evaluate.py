@@ -16,7 +16,7 @@ from gated_srp.config.load import load_config
 from gated_srp.data.cache import BagCache
 from gated_srp.data.files.siblings import canonical
 from gated_srp.data.prepared import Preparation
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import write_whole
 from gated_srp.progress import Progress, silent
 from gated_srp.tasks import Task
@@ -232,4 +232,4 @@ def _cautions(run: TrainedRun, slides: pd.DataFrame) -> Iterator[Note]:
             said = f"{again} of {len(slides)} slides trained or validated this model, so this is no external validation"
             yield Note("warning", "seen_in_training", said)
     if unlike := int(slides["unlike_training"].sum()):
-        yield Note("warning", "unlike_training", f"{unlike} slides are unlike the training slides")
+        yield Note("warning", "unlike_training", f"{counted(unlike, 'slide')} unlike the training slides")

@@ -20,7 +20,7 @@ from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.loader import BagLoader, SlideBag
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
-from gated_srp.errors import Note, UserError, joined
+from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
@@ -275,8 +275,8 @@ def _none_left(skipped: pd.DataFrame) -> UserError:
         f"  {count} x, e.g. {skipped.loc[skipped['problem'] == problem, 'file'].iloc[0]}: {problem}"
         for problem, count in reasons.head(5).items()
     )
-    more = f"\n  and {len(reasons) - 5} other reasons" if len(reasons) > 5 else ""
-    return UserError(f"none of {len(skipped)} slides can be predicted; nothing was written.\n{listed}{more}")
+    more = f"\n  and {counted(len(reasons) - 5, 'other reason')}" if len(reasons) > 5 else ""
+    return UserError(f"no slide of {len(skipped)} can be predicted; nothing was written.\n{listed}{more}")
 
 
 def _one_of_each_kind(warnings: Mapping[str, Sequence[Note]]) -> Iterator[Note]:
@@ -285,7 +285,7 @@ def _one_of_each_kind(warnings: Mapping[str, Sequence[Note]]) -> Iterator[Note]:
         first, more = notes[0], len({note.where for note in notes}) - 1
         yield replace(first, what=f"{first.what} (and {more} more like it)") if more else first
     if len(warnings) > _MOST:
-        yield Note("note", "more_warnings", f"and {len(warnings) - _MOST} warnings of other kinds")
+        yield Note("note", "more_warnings", f"and {counted(len(warnings) - _MOST, 'warning')} of other kinds")
 
 
 def _limits(runs: Sequence[TrainedRun]) -> Iterator[Note]:
