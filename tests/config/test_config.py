@@ -70,6 +70,7 @@ def test_a_cohort_of_ones_own_gets_the_recipe_of_its_task(write):
     train = classes.train
     assert (train.epochs, train.lr, train.weight_decay, train.accumulation, train.batch_size) == (15, 2e-4, 0.05, 16, 1)
     assert (train.clip, train.warmup, train.precision, train.only) == (1.0, 0.05, "auto", None)
+    assert train.gate_lr == 1.0
     assert (classes.gate().delta, classes.gate().hidden_dim, classes.cap) == (1.0, 64, None)
     survival = load_config(write("table: slides.csv\ntime: t\nevent: e\n"))
     assert (survival.task, survival.metric, survival.score) == ("survival", "c_index", "case")

@@ -98,6 +98,8 @@ def test_gates_are_parameters_of_the_model_and_have_groups_of_their_own():
     assert ends[0] == sorted(2 * ["token_hidden.weight", "token_out.weight", "head_weight"])
     assert ends[1] == sorted(2 * ["token_hidden.bias", "token_out.bias", "head_bias", "layer_head_bias"])
     torch.optim.AdamW(handle.param_groups(0.05))
+    fast = handle.param_groups(0.05, lr=2e-3)
+    assert [group["lr"] for group in torch.optim.AdamW(fast, lr=2e-4).param_groups] == [2e-3, 2e-3]
 
 
 def test_a_frozen_trunk_trains_its_gates_alone():

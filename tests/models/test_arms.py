@@ -40,6 +40,7 @@ def test_each_trunk_has_one_gated_srp():
 def test_tables_print_the_papers_names_and_else_the_name_itself():
     assert [arm_title(name) for name in ("na", "xsa", "diff", METHOD)] == ["NA", "XSA", "Diff", "Gated SRP"]
     assert arm_title(METHOD + TUNED) == "Gated SRP, tuned"
+    assert arm_title("gated_srp@train.gate_lr=10@window=5") == "Gated SRP, gate_lr 10, window 5"
     assert [arm_title(name) for name in ("vit4", "vit4_tuned", "Gated SRP 5x5")] == [
         "vit4",
         "vit4_tuned",

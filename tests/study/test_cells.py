@@ -121,3 +121,33 @@ def test_a_cell_of_other_settings_is_refused(tmp_path):
     finish(cells(tmp_path)[0])
     with pytest.raises(UserError, match=r"train\.epochs 10, asked 3"):
         refuse_mismatches(cells(tmp_path, train={"epochs": 3, "lr": 1e-4, "weight_decay": 0.0, "accumulation": 1}), {})
+
+
+def test_an_arm_may_be_named_with_settings_of_its_own(tmp_path):
+    names = (
+        "gated_srp",
+        "gated_srp@train.gate_lr=10",
+        "gated_srp@model.delta=2@window=5",
+        "gated_srp@train.gate_lr=1.0",
+    )
+    found = plan(config(tmp_path), [Row.of(name) for name in names], [42])
+    assert [cell.row for cell in found] == list(names)
+    assert {cell.arm for cell in found} == {"gated_srp"}
+    assert (found[1].config.train.gate_lr, found[2].config.window, found[2].config.gate().delta) == (10.0, 5, 2.0)
+    assert found[1].key == tmp_path / "variants" / "train.gate_lr=10" / "toy" / "gated_srp" / "seed42"
+    assert found[3].key == found[0].key  # the cohort's own setting, spelled otherwise, is no variant
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gated_srp@train.gate_rl=10", "train.gate_rl"),
+        ("gated_srp@train.gate_lr=fast", "train.gate_lr"),
+        ("gated_srp@train.gate_lr", "expected ARM@SETTING=VALUE"),
+        ("gated_srp@features=a/b", "expected ARM@SETTING=VALUE"),
+        ("gated_spr@train.gate_lr=10", "'gated_spr' is not known"),
+    ],
+)
+def test_a_setting_of_an_arm_that_cannot_be_used_is_refused_before_anything_runs(tmp_path, name, words):
+    with pytest.raises(UserError, match=words):
+        plan(config(tmp_path), [Row.of(name)], [42])

@@ -162,3 +162,22 @@ def test_a_broken_file_is_the_users_error(tmp_path):
     frozen_path(cohort).write_text("chosen: [1]")
     with pytest.raises(UserError, match=r"tuned\.yaml: cannot be read"):
         read_frozen(cohort)
+
+
+def test_the_gates_learning_rate_is_tuned_where_it_is_asked_for(tmp_path):
+    cohort = config(tmp_path)
+    grid = tuning_cells(cohort, "gated_srp", [42], gate_lr=(1.0, 10.0))
+    assert len(grid) == 32 and len({cell.key for cell in grid}) == 32
+    for cell in grid:
+        gate, factor = cell.config.gate(), cell.config.train.gate_lr
+        best = (gate.delta, gate.hidden_dim, factor) == (2.0, 32, 10.0)
+        finish(cell, val=0.9 if best else 0.8, macro_f1=0.7)
+    table = tuning_table(grid)
+    (choice,) = choose(table, rates=2)
+    assert (choice.delta, choice.hidden_dim, choice.gate_lr) == (2.0, 32, 10.0)
+    freeze(cohort, "gated_srp", [choice])
+    (row,), _ = tuned_rows(cohort, ["gated_srp"], [42])
+    (cell,) = plan(cohort, [row], [42])
+    assert cell.run.finished and cell.config.train.gate_lr == 10.0
+    (tie,) = choose(table.assign(score=0.8), rates=2)
+    assert tie.gate_lr == 1.0

@@ -8,7 +8,7 @@ from toy_cohorts import open_config
 
 import gated_srp
 from gated_srp.errors import UserError
-from gated_srp.training.folder import RunFolder
+from gated_srp.training.folder import RunFolder, differences
 
 
 def test_a_finished_run_reads_back_what_was_written(finished):
@@ -20,7 +20,7 @@ def test_a_finished_run_reads_back_what_was_written(finished):
     assert list(run.history.columns) == ["epoch", "split", "metric", "value"] and run.history["epoch"].max() == 3
     assert set(run.gates["layer"]) == {0} and set(run.split["split"]) == {"train", "val", "test"}
     assert {"slide", "case", "label", "predicted"} <= set(run.predictions("test", "slide"))
-    assert run.card["task"] == "classification"
+    assert run.card["task"] == "classification" and run.card["gate_lr"] == 1.0
     page = run._repr_html_()
     assert "macro_f1" in page and "best epoch" in page
 
@@ -56,3 +56,10 @@ def test_train_takes_a_yaml_or_a_config_and_changed_settings(cohort, tmp_path):
 
 def by_last(run: RunFolder) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in run.metrics("test").items())
+
+
+def test_a_run_of_a_version_without_gate_lr_was_computed_with_1():
+    assert differences({"train": {"lr": 1.0}}, {"train": {"lr": 1.0, "gate_lr": 1.0}}) == []
+    assert differences({"train": {"lr": 1.0}}, {"train": {"lr": 1.0, "gate_lr": 10.0}}) == [
+        "train.gate_lr 1.0, asked 10.0"
+    ]

@@ -178,3 +178,17 @@ def test_bf16_trains_on_a_cpu(make):
     train_epoch(single, material.rows("train"), Nobody())
     assert training.progress.loss == pytest.approx(single.progress.loss, rel=0.02)
     assert training.progress.loss != single.progress.loss
+
+
+def test_gate_lr_multiplies_the_learning_rate_of_gates_alone_at_every_step(make):
+    training, material = make(train__gate_lr=10, train__epochs=2)
+    seen = []
+    training.optimiser.register_step_pre_hook(
+        lambda *_: seen.append([group["lr"] for group in training.optimiser.param_groups])
+    )
+    train_epoch(training, material.rows("train"), Nobody())
+    rates = [learning_rate(step, 2 * len(seen), lr=training.settings.lr) for step in range(len(seen))]
+    assert seen == [[rate, 10 * rate, 10 * rate] for rate in rates]
+    again, _ = make(train__gate_lr=10, train__epochs=2)
+    again.restore(training.checkpoint())
+    assert [group.get("lr_factor") for group in again.optimiser.param_groups] == [None, 10.0, 10.0]

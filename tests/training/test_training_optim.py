@@ -37,6 +37,21 @@ def test_the_trunk_decays_whole_and_of_a_gate_the_weights_alone():
     assert [group["weight_decay"] for group in parameter_groups(model, 0.05)] == [0.05, 0.0]
 
 
+def test_gates_get_their_own_learning_rate_and_at_factor_1_the_groups_are_the_papers():
+    model = build_model("gated_srp", **SMALL)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [set(group) for group in parameter_groups(model, 0.05, gate_lr=1.0)] == [{"params", "weight_decay"}] * 2
+    trunk, weights, biases = parameter_groups(model, 0.05, gate_lr=10.0)
+    assert [(g["weight_decay"], g.get("lr_factor")) for g in (trunk, weights, biases)] == [
+        (0.05, None),
+        (0.05, 10.0),
+        (0.0, 10.0),
+    ]
+    found = {names[id(p)] for group in (weights, biases) for p in group["params"]}
+    assert found == {name for name in names.values() if ".correction." in name}
+    assert len(trunk["params"]) + len(found) == len(names)
+
+
 def test_frozen_parameters_are_not_optimised():
     model = build_model("gated_srp", **SMALL).requires_grad_(False)
     model.head.weight.requires_grad_(True)

@@ -22,7 +22,7 @@ from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
 from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
-from gated_srp.models import ARMS
+from gated_srp.models import ARMS, arm_settings
 from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -285,7 +285,8 @@ def _about_cost(
     frame = data.with_parts(next(iter(splits.values())))
     slides = {part: [good[path] for path in frame.loc[frame["part"] == part, "file"] if path in good] for part in PARTS}
     model = config.model
-    trunks = [Trunk(width, model.dim, model.depth, dense=arm in ARMS and ARMS[arm].dense) for arm in config.arms]
+    arms = [arm_settings(name)[0] for name in config.arms]
+    trunks = [Trunk(width, model.dim, model.depth, dense=arm in ARMS and ARMS[arm].dense) for arm in arms]
     seconds = [run_seconds(trunk, slides, epochs=config.train.epochs, rate=machine.rate) for trunk in trunks]
     return {
         "machine": asdict(machine),

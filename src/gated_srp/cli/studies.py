@@ -38,7 +38,9 @@ Address = Annotated[str | None, Option("--address", help="Of the Ray cluster, e.
 
 def compare(
     cohort: Cohort,
-    arms: Annotated[str | None, Option(help="E.g. na,gated_srp, instead of the YAML's.")] = None,
+    arms: Annotated[
+        str | None, Option(help="E.g. na,gated_srp,gated_srp@train.gate_lr=10, instead of the YAML's.")
+    ] = None,
     seeds: Seeds = None,
     quick: Annotated[
         bool, Option("--quick", help="A fair small version: fewer epochs and seeds for all arms alike.")
@@ -82,6 +84,9 @@ def tune(
     cohort: Cohort,
     arm: Annotated[str, Option(help="The arm whose gate is tuned.")] = "gated_srp",
     seeds: Seeds = None,
+    gate_lr: Annotated[
+        str | None, Option("--gate-lr", help="Also try these factors on the gates' learning rate, e.g. 1,10.")
+    ] = None,
     quick: Annotated[bool, Option("--quick", help="Fewer epochs and seeds; for `compare --quick`.")] = False,
     out: Out = None,
     jobs: Jobs = None,
@@ -93,7 +98,8 @@ def tune(
     import gated_srp
 
     with _study(jobs, yes, engine, address) as running:
-        found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), quick=quick, out=out, **running)
+        rates = tuple(map(_factor, _words(gate_lr)))
+        found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), gate_lr=rates, quick=quick, out=out, **running)
     if not _submitted(found.script):
         say(found.verdict)
         say(f"written: {found.files[0]}; `gated-srp compare` shows it as {arm}_tuned")
@@ -253,6 +259,13 @@ def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
 
 def _words(given: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
+
+
+def _factor(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise UserError(f"{word!r} is no number", where="--gate-lr", cure="Expected e.g. 1,10.") from None
 
 
 def _numbers(given: str | None) -> tuple[int, ...]:

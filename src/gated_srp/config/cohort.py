@@ -23,7 +23,7 @@ from gated_srp.data.splits import Split, assign_parts, k_folds, own_split, site_
 from gated_srp.data.spreadsheet import Columns
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
-from gated_srp.models import ARMS, Sizes, find_arm
+from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
 from gated_srp.tasks import task_names
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class TrainConfig(_Section):
 
     epochs: int = Field(ge=1)
     lr: float = Field(gt=0)
+    gate_lr: float = Field(default=1.0, gt=0)  # factor on lr for the parameters of gates; 1 is the paper
     weight_decay: float = Field(ge=0)
     accumulation: int = Field(ge=1)
     batch_size: int = Field(default=1, ge=1)
@@ -196,7 +197,8 @@ class CohortConfig(_Section):
     @property
     def main_arm(self) -> str:
         """What is trained unless another arm is named: the first Gated SRP among the arms, else the first of them."""
-        return next((arm for arm in self.arms if arm in ARMS and ARMS[arm].method), self.arms[0])
+        names = [arm_settings(name)[0] for name in self.arms]
+        return next((arm for arm in names if arm in ARMS and ARMS[arm].method), names[0])
 
     @property
     def at_once(self) -> int:

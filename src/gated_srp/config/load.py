@@ -52,6 +52,19 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return config
 
 
+def with_changes(config: CohortConfig, changes: Mapping[str, Any]) -> CohortConfig:
+    """Settings at hand with some changed, ``{"train.lr": 1e-3}``, and checked again."""
+    plain = config.model_dump()
+    for key, value in changes.items():
+        section, _, inner = key.partition(".")
+        plain[section] = {**(plain.get(section) or {}), inner: value} if inner else value
+    try:
+        return CohortConfig.model_validate(plain) if changes else config
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
+        raise UserError("; ".join(found), where="settings") from None
+
+
 def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     """A path setting made absolute; other values as they are."""
     if key not in _PATHS:

@@ -77,12 +77,12 @@ class Handle:
         """The gates alone. They are also among the model's own parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """For an optimiser: weights of the gates decay, their biases do not, as in the paper."""
-        named = list(self.named_parameters())
+    def param_groups(self, weight_decay: float, *, lr: float | None = None) -> list[dict[str, Any]]:
+        """For an optimiser: weights of the gates decay, their biases do not, as in the paper; ``lr``: the gates' own, if any."""
+        named, rate = list(self.named_parameters()), {} if lr is None else {"lr": lr}
         return [
-            {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": weight_decay},
-            {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
+            {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": weight_decay, **rate},
+            {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, **rate},
         ]
 
     def requires_grad_(self, trainable: bool = True) -> Self:

@@ -4,6 +4,7 @@ Nobody outside this package takes an arm's name apart: what the rest needs to kn
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -244,6 +245,19 @@ def find_arm(name: str) -> Arm | PeerArm:
     raise UserError(f"arm {name!r} is not known", cure=f"{hint}Arms: {', '.join(ARMS)}.", kind="unknown_arm")
 
 
+def arm_settings(name: str) -> tuple[str, dict[str, str]]:
+    """An arm, and the settings of the cohort that a study changes for it: ``ARM@SETTING=VALUE``, repeated for several.
+
+    >>> arm_settings("gated_srp@train.gate_lr=10")
+    ('gated_srp', {'train.gate_lr': '10'})
+    """
+    arm, *changes = name.split("@")
+    if wrong := [change for change in changes if not re.fullmatch(r"[\w.]+=[\w.+-]+", change)]:
+        cure = "expected ARM@SETTING=VALUE, e.g. gated_srp@train.gate_lr=10."
+        raise UserError(f"{wrong[0]!r} is no setting", where=f"arm {name}", cure=cure, kind="unknown_arm")
+    return arm, dict(change.split("=", 1) for change in changes)
+
+
 def arm_title(name: str) -> str:
     """How tables and figures print an arm, or a row of a table that is named after its arm.
 
@@ -253,6 +267,9 @@ def arm_title(name: str) -> str:
     tuned = name.removesuffix(TUNED)
     if tuned != name and tuned in ARMS and ARMS[tuned].title:
         return f"{ARMS[tuned].title}, tuned"
+    if "@" in name:
+        arm, changes = arm_settings(name)
+        return ", ".join([arm_title(arm), *(f"{key.rpartition('.')[2]} {value}" for key, value in changes.items())])
     return (ARMS[name].title if name in ARMS else "") or name
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.config.cohort import CohortConfig, CohortData
-from gated_srp.config.load import load_config
+from gated_srp.config.load import load_config, with_changes
 from gated_srp.data.splits import Split
 from gated_srp.errors import UserError, counted
-from gated_srp.models import find_arm
+from gated_srp.models import arm_settings, find_arm
 from gated_srp.training.folder import RunFolder, settings_of
 
 QUICK_EPOCHS = 5  # a quick study trains a fifth of the epochs
@@ -38,9 +38,9 @@ class Row:
     by_unit: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, arm: str) -> Row:
-        """The arm with the cohort's own settings."""
-        return cls(arm, arm)
+    def of(cls, name: str) -> Row:
+        """An arm with the cohort's settings, or with some of its own: ``gated_srp@train.gate_lr=10``."""
+        return cls(name, *arm_settings(name))
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,17 @@ def plan(config: CohortConfig, rows: Sequence[Row], seeds: Sequence[int]) -> tup
 
 def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> CohortConfig:
     """The cohort with other settings; its runs go into a folder named after the settings that really differ for this arm."""
-    plain, base = config.model_dump(), config.resolved(arm)
-    different = []
-    for key, value in sorted(changes.items()):
+    base, asked = config.resolved(arm), with_changes(config, changes).resolved(arm)
+
+    def value(settings: Mapping[str, Any], key: str) -> Any:
         section, _, name = key.rpartition(".")
-        if (base[section] if section else base)[name] != value:
-            (plain[section] if section else plain)[name] = value
-            different.append(f"{key}={value}")
+        return (settings[section] if section else settings)[name]
+
+    different = {key: one for key, one in sorted(changes.items()) if value(base, key) != value(asked, key)}
     if not different:
         return config
-    return CohortConfig.model_validate(plain | {"out": config.out / "variants" / ",".join(different)})
+    names = ",".join(f"{key}={one}" for key, one in different.items())
+    return with_changes(config, {**different, "out": config.out / "variants" / names})
 
 
 def quick_version(config: CohortConfig, seeds: Sequence[int]) -> tuple[CohortConfig, tuple[int, ...], str]:

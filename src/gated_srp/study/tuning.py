@@ -1,4 +1,4 @@
-"""Tuning the gate's range and width on validation, within each seed, and what the choice is worth on the test set.
+"""Tuning the gate's range and width (and its learning rate) on validation, within each seed, and what the choice is worth on the test set.
 
 The base arm is not tuned, so a tuned row never stands alone: `compare` shows it beside the untuned one.
 """
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DELTAS = (0.5, 1.0, 1.5, 2.0)
 WIDTHS = (16, 32, 64, 128)
+_SETTING = {"delta": "model.delta", "hidden_dim": "model.hidden_dim", "gate_lr": "train.gate_lr"}
 START = (Sizes.delta, Sizes.hidden_dim)  # the defaults, which an untuned user has
 
 
@@ -36,7 +37,7 @@ class TuneResult(StudyResult):
     """What `tune` chose, beside what a `StudyResult` has; in a notebook it shows the choices.
 
     Attributes:
-        grid: one row per seed and setting: unit, delta, hidden_dim, score, validation, test.
+        grid: one row per seed and setting: unit, delta, hidden_dim, gate_lr, score, validation, test.
         choices: the setting chosen for each seed.
         optimism: how much of the validation score was luck; None if only a Slurm script was written.
         files: ``tuned.yaml``, which `compare` reads, and ``tuning.csv``.
@@ -59,7 +60,7 @@ class TuneResult(StudyResult):
         if self.optimism is None:
             return f"nothing has run yet; submit {self.script}"
         lines = [
-            f"seed {one.unit}: delta {one.delta:g}, h {one.hidden_dim}; {self.metric} {one.validation:.4f} on validation, "
+            f"seed {one.unit}: {one.words}; {self.metric} {one.validation:.4f} on validation, "
             f"{one.test:.4f} on test (untuned {one.start_validation:.4f}, {one.start_test:.4f})"
             for one in self.choices
         ]
@@ -74,6 +75,7 @@ def tune(
     *,
     arm: str = "gated_srp",
     seeds: Sequence[int] | None = None,
+    gate_lr: Sequence[float] = (),
     quick: bool = False,
     out: str | Path | None = None,
     jobs: int | None = None,
@@ -87,6 +89,7 @@ def tune(
     Args:
         cohort: the cohort's YAML, or its settings.
         arm: whose gate is tuned.
+        gate_lr: factors on the gates' learning rate to try as well, e.g. (1, 10): so many times as many runs.
         quick: fewer epochs and seeds; `compare` with ``quick`` then shows what was chosen.
         seeds, out, jobs, engine, address, confirm, progress: as for `compare`.
 
@@ -106,13 +109,13 @@ def tune(
     if quick:
         config, seeds, note = quick_version(config, seeds)
         running.say(note)
-    cells = tuning_cells(config, arm, seeds)
+    cells = tuning_cells(config, arm, seeds, gate_lr=gate_lr)
     ran = run_cells(cells, {config.name: open_cohort(config)}, running)
     if ran.script:
         return TuneResult(arm, config.metric, tuning_table(()), script=ran.script)
     refuse_unpaired(cells)
     grid = tuning_table(cells)
-    choices = choose(grid)
+    choices = choose(grid, rates=len(gate_lr) or 1)
     path = freeze(config, arm, choices)
     beside = path.with_name("tuning.csv")
     write_whole(beside, grid.to_csv(index=False, lineterminator="\n"))
@@ -123,14 +126,18 @@ def tune(
 # Choosing ------------------------------------------------------------------------------------------------------------
 
 
-def tuning_cells(config: CohortConfig, arm: str, seeds: Sequence[int]) -> tuple[Cell, ...]:
+def tuning_cells(
+    config: CohortConfig, arm: str, seeds: Sequence[int], *, gate_lr: Sequence[float] = ()
+) -> tuple[Cell, ...]:
     """The grid for every seed (and fold). `compare` then shows the run of the chosen cell itself."""
-    rows = [
-        Row(f"{arm} delta {delta:g} h {width}", arm, {"model.delta": delta, "model.hidden_dim": width})
+    rates = gate_lr or (config.train.gate_lr,)
+    grid = [
+        dict(zip(_SETTING.values(), (delta, width, float(rate)), strict=True))
+        for rate in rates
         for width in WIDTHS
         for delta in DELTAS
     ]
-    return plan(config, rows, seeds)
+    return plan(config, [Row(f"{arm} {one}", arm, one) for one in grid], seeds)
 
 
 @dataclass(frozen=True)
@@ -145,28 +152,37 @@ class Choice:
     start_validation: float
     start_test: float
     best_test: float
+    gate_lr: float = 1.0
+
+    @property
+    def words(self) -> str:
+        return f"delta {self.delta:g}, h {self.hidden_dim}" + f", gate_lr {self.gate_lr:g}" * (self.gate_lr != 1)
 
 
 def tuning_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """unit, delta, hidden_dim, score (what selects), validation and test (the metric itself), of finished cells."""
+    """unit, delta, hidden_dim, gate_lr, score (what selects), validation and test (the metric itself), of finished cells."""
     rows = []
     for cell in (cell for cell in cells if cell.run.finished):
         gate, best = cell.config.gate(cell.arm), cell.run.results.get("best_score")
         val, test = (cell.metrics(part).get(cell.config.metric, math.nan) for part in ("val", "test"))
-        rows.append((cell.unit, gate.delta, gate.hidden_dim, best, val, test))
-    return pd.DataFrame(rows, columns=["unit", "delta", "hidden_dim", "score", "validation", "test"])
+        rows.append((cell.unit, gate.delta, gate.hidden_dim, cell.config.train.gate_lr, best, val, test))
+    return pd.DataFrame(rows, columns=["unit", *_SETTING, "score", "validation", "test"])
 
 
-def choose(table: pd.DataFrame) -> tuple[Choice, ...]:
-    """Per seed the best validation score; ties go to the smaller gate, then to the smaller range. Test scores play no part."""
-    chosen = []
+def choose(table: pd.DataFrame, *, rates: int = 1) -> tuple[Choice, ...]:
+    """Per seed the best validation score; ties go to the slower gate, the smaller one, the smaller range. Test scores play no part.
+
+    ``rates``: how many learning rates of the gates were tried.
+    """
+    chosen, settings = [], len(DELTAS) * len(WIDTHS) * rates
     for unit, part in table.groupby("unit", sort=False):
-        if len(part) < len(DELTAS) * len(WIDTHS):
-            what = f"only {len(part)} of {len(DELTAS) * len(WIDTHS)} settings are finished, so none is chosen"
+        if len(part) < settings:
+            what = f"only {len(part)} of {settings} settings are finished, so none is chosen"
             raise UserError(what, where=f"seed {unit}", cure="Mend what failed and start the same command again.")
-        best = part.sort_values(["score", "hidden_dim", "delta"], ascending=[False, True, True]).iloc[0]
-        start = part[(part["delta"] == START[0]) & (part["hidden_dim"] == START[1])].iloc[0]
-        scores = [*best[["validation", "test"]], *start[["validation", "test"]], part["test"].max()]
+        part = part.sort_values(["score", "gate_lr", "hidden_dim", "delta"], ascending=[False, True, True, True])
+        best, slow = part.iloc[0], part["gate_lr"] == part["gate_lr"].min()
+        start = part[slow & (part["delta"] == START[0]) & (part["hidden_dim"] == START[1])].iloc[0]
+        scores = [*best[["validation", "test"]], *start[["validation", "test"]], part["test"].max(), best["gate_lr"]]
         chosen.append(Choice(str(unit), float(best["delta"]), int(best["hidden_dim"]), *map(float, scores)))
     return tuple(chosen)
 
@@ -220,7 +236,12 @@ def frozen_path(config: CohortConfig) -> Path:
 
 def freeze(config: CohortConfig, arm: str, choices: Sequence[Choice]) -> Path:
     """Write the chosen settings; those of seeds tuned before stay."""
-    chosen = {choice.unit: {"delta": choice.delta, "hidden_dim": choice.hidden_dim} for choice in choices}
+    own = config.train.gate_lr
+    chosen = {
+        one.unit: {"delta": one.delta, "hidden_dim": one.hidden_dim}
+        | ({"gate_lr": one.gate_lr} if one.gate_lr != own else {})
+        for one in choices
+    }
     before = read_frozen(config)
     kept = before["chosen"] if before and before["arm"] == arm else {}
     content = {"arm": arm, "chosen_on": f"validation {config.metric}, within each seed", "chosen": kept | chosen}
@@ -235,10 +256,11 @@ def read_frozen(config: CohortConfig) -> dict[str, Any] | None:
         return None
     try:
         content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        kinds = {"delta": float, "hidden_dim": int, "gate_lr": float}
         chosen = {
-            str(u): {"delta": float(g["delta"]), "hidden_dim": int(g["hidden_dim"])}
-            for u, g in content["chosen"].items()
+            str(u): {"delta": g["delta"], "hidden_dim": g["hidden_dim"]} | g for u, g in content["chosen"].items()
         }
+        chosen = {u: {name: kinds[name](value) for name, value in g.items()} for u, g in chosen.items()}
         return {"arm": str(content["arm"]), "chosen": chosen}
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         cure = "Remove it, or run `gated-srp tune` again."
@@ -255,5 +277,5 @@ def tuned_rows(config: CohortConfig, arms: Sequence[str], seeds: Sequence[int]) 
         note = f"has no setting for seed {', '.join(missing)}, so the tuned row is left out"
         return [], [f"{frozen_path(config)}: {note}"]
     chosen = frozen["chosen"].items()
-    changes = {unit: {f"model.{name}": value for name, value in gate.items()} for unit, gate in chosen}
+    changes = {unit: {_SETTING[name]: value for name, value in gate.items()} for unit, gate in chosen}
     return [Row(frozen["arm"] + TUNED, frozen["arm"], by_unit=changes)], []

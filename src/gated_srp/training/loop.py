@@ -58,7 +58,8 @@ class Training:
     stepping: bool = False  # weights and progress do not agree just now
 
     def __post_init__(self) -> None:
-        self.optimiser = make_optimiser(self.model, lr=self.settings.lr, weight_decay=self.settings.weight_decay)
+        settings = {name: getattr(self.settings, name) for name in ("lr", "weight_decay", "gate_lr")}
+        self.optimiser = make_optimiser(self.model, **settings)
         self.gradient = flat_gradients(self.model)  # (trained parameters,)
         self.gates = GateRecorder(self.model)
         if not len(self.progress.gates):
@@ -114,8 +115,9 @@ def train_epoch(training: Training, rows: Sequence[int], callbacks: Callbacks) -
         ranks.sum(training.gradient, losses, gates)
         values, betas = losses.tolist(), gates.double().cpu()
         clip_or_stop(training, window, values)
+        rate = learning_rate(progress.step, total, lr=settings.lr, warmup=settings.warmup)
         for group in training.optimiser.param_groups:
-            group["lr"] = learning_rate(progress.step, total, lr=settings.lr, warmup=settings.warmup)
+            group["lr"] = rate * group.get("lr_factor", 1.0)
         training.stepping = True
         training.optimiser.step()
         training.gradient.zero_()

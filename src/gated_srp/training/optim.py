@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,24 @@ def gate_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield from module.named_parameters(prefix=name)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """All of the trunk decays, biases and norms too; of a gate the weights decay, the biases don't. Frozen ones are left out."""
-    biases = {name for name, _ in gate_parameters(model) if name.endswith("bias")}
+def parameter_groups(model: nn.Module, weight_decay: float, *, gate_lr: float = 1.0) -> list[dict[str, object]]:
+    """All of the trunk decays, biases and norms too; of a gate the weights decay, the biases don't. Frozen ones are left out.
+
+    ``gate_lr`` other than 1 gives the gates groups of their own, with the key ``lr_factor``.
+    """
+    gates = {name for name, _ in gate_parameters(model)}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for name, p in trained if name not in biases], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if name in biases], "weight_decay": 0.0},
+    apart = gates if gate_lr != 1 else set()
+    factor = {"lr_factor": gate_lr} if gate_lr != 1 else {}
+
+    def of(names: Callable[[str], bool]) -> list[nn.Parameter]:
+        return [parameter for name, parameter in trained if names(name)]
+
+    biases = {name for name in gates if name.endswith("bias")}
+    groups: list[dict[str, object]] = [
+        {"params": of(lambda name: name not in biases | apart), "weight_decay": weight_decay},
+        {"params": of(lambda name: name in apart - biases), "weight_decay": weight_decay, **factor},
+        {"params": of(lambda name: name in biases), "weight_decay": 0.0, **factor},
     ]
     return [group for group in groups if group["params"]]
 
@@ -55,10 +66,10 @@ class AdamW(torch.optim.AdamW):
         inspect.unwrap(torch.optim.AdamW.step)(self)
 
 
-def make_optimiser(model: nn.Module, *, lr: float, weight_decay: float) -> AdamW:
+def make_optimiser(model: nn.Module, *, lr: float, weight_decay: float, gate_lr: float = 1.0) -> AdamW:
     """AdamW (0.9, 0.999) over the parameter groups of a model that is on its device."""
     fused = all(p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.999), fused=fused)
+    return AdamW(parameter_groups(model, weight_decay, gate_lr=gate_lr), lr=lr, betas=(0.9, 0.999), fused=fused)
 
 
 def flat_gradients(model: nn.Module) -> Tensor:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig
-from gated_srp.config.load import load_config
+from gated_srp.config.load import load_config, with_changes
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
@@ -69,7 +68,8 @@ def train(
         >>> run = gated_srp.train("cohort.yaml", settings={"train.epochs": 5})  # doctest: +SKIP
         >>> run.metrics("test")  # doctest: +SKIP
     """
-    config = _with_changes(cohort, dict(settings or {}) | ({"out": str(out)} if out else {}))
+    changes = dict(settings or {}) | ({"out": str(out)} if out else {})
+    config = with_changes(cohort, changes) if isinstance(cohort, CohortConfig) else load_config(cohort, changes)
     arm = arm or config.main_arm
     job = Job(config, arm, config.seeds[0] if seed is None else seed, fold, Path(init) if init else None, devices)
     run = job.run
@@ -102,21 +102,6 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         return settings_of(self.config, arm=self.arm, seed=self.seed)
-
-
-def _with_changes(cohort: str | Path | CohortConfig, changes: dict[str, Any]) -> CohortConfig:
-    """The cohort's settings, from its file or at hand, with some changed; those at hand are checked again."""
-    if not isinstance(cohort, CohortConfig):
-        return load_config(cohort, changes)
-    plain = cohort.model_dump()
-    for key, value in changes.items():
-        section, _, inner = key.partition(".")
-        plain[section] = {**(plain.get(section) or {}), inner: value} if inner else value
-    try:
-        return CohortConfig.model_validate(plain) if changes else cohort
-    except ValidationError as error:
-        found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-        raise UserError("; ".join(found), where="settings") from None
 
 
 def _check(job: Job) -> None:
@@ -264,6 +249,7 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         **({} if bags.images is None else {"images": asdict(bags.images)}),
         "split_hash": inputs.split.hash,
         "precision": precision,
+        "gate_lr": job.config.train.gate_lr,
         "versions": versions(),
     }
 
