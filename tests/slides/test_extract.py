@@ -1,5 +1,6 @@
 """Slides become files that read as any tool's; what is finished stays, what is broken is listed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -103,6 +104,21 @@ def test_a_finished_slide_is_left_alone_and_other_settings_are_refused(tmp_path)
     assert path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match=r"tissue 0.25, asked 0.9.*-o"):
         extract_slides([slide], _settings(tmp_path / "out", tiling=Tiling(size=64, tissue=0.9)))
+
+
+def test_features_resampled_in_another_way_are_not_mixed_with_those_of_an_earlier_version(tmp_path):
+    slide = _slide(tmp_path)
+    settings = replace(_settings(tmp_path / "out", tiling=Tiling(size=32)), encoder=mean_colour())
+    path = settings.layout.path(settings.job(slide))
+    extract_slides([slide], settings)
+    with h5py.File(path, "r+") as file:  # as version 0.2 wrote it: everything was resampled bicubically
+        noted = json.loads(file["features"].attrs["gated_srp"])
+        assert noted.pop("resampling") == "bicubic to 64"
+        file["features"].attrs["gated_srp"] = json.dumps(noted)
+    assert extract_slides([slide], settings).there == [slide]
+    bilinear = replace(settings, encoder=replace(settings.encoder, interpolation="bilinear"))
+    with pytest.raises(UserError, match="resampling bicubic to 64, asked bilinear to 64"):
+        extract_slides([slide], bilinear)
 
 
 def test_a_second_encoder_joins_the_first_in_an_atlaspatch_file_and_other_patches_are_refused(tmp_path):

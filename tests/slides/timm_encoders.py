@@ -19,7 +19,7 @@ import timm  # noqa: E402
 import torch  # noqa: E402
 
 from gated_srp.errors import UserError  # noqa: E402
-from gated_srp.slides import encoders as hub  # noqa: E402
+from gated_srp.slides import pretrained as hub  # noqa: E402
 
 # As their authors state them, in millions.
 PARAMETERS = {"uni_v1": 303, "uni_v2": 681, "gigapath": 1135, "virchow2": 631}
@@ -33,7 +33,7 @@ def check_size(name: str) -> None:
         patch.object(hub, "load_weights", lambda model, file: None),
         torch.device("meta"),
     ):
-        model = hub.ENCODERS[name].build(None)
+        model = hub.BUILD[name](None)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert round(millions) == PARAMETERS[name], (name, millions)
 
@@ -52,8 +52,8 @@ def check_tokens(name: str, place: Path) -> None:
 
     with patch.object(timm, "create_model", small):
         with patch.object(hub, "load_weights", lambda model, file: torch.save(model.state_dict(), file)):
-            hub.ENCODERS[name].build(_touched(place / "pytorch_model.bin"))
-        model = hub.ENCODERS[name].build(place).eval()  # the folder, another seed: its weights must come from the file
+            hub.BUILD[name](_touched(place / "pytorch_model.bin"))
+        model = hub.BUILD[name](place).eval()  # the folder, another seed: its weights must come from the file
     side = made[0].patch_embed.img_size[0]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def check_tokens(name: str, place: Path) -> None:
         patch.object(timm, "create_model", lambda *_, **__: torch.nn.Linear(3, 3)),
         pytest.raises(UserError, match="lacks 2 of 2 weights"),
     ):
-        hub.ENCODERS[name].build(place)
+        hub.BUILD[name](place)
 
 
 def _touched(path: Path) -> Path:

@@ -83,7 +83,7 @@ def test_kgh_is_skipped_with_a_note_unless_a_copy_is_named(tmp_path):
 def test_an_encoder_and_a_window_are_settings_with_the_papers_gates(tmp_path):
     _, cells, _ = planned("patch-encoder", tmp_path, cohorts=["KIRP"], seeds=[42])
     assert [(c.config.encoder, c.arm, c.config.gate().delta, c.config.gate().hidden_dim) for c in cells][::2] == [
-        ("vit_b16", "na", 0.5, 64),
+        ("vit_b16_torchvision", "na", 0.5, 64),
         ("medsiglip_448", "na", 2.0, 32),
         ("uni_v2", "na", 2.0, 32),
     ]

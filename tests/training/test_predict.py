@@ -169,6 +169,20 @@ def test_an_unknown_name_of_an_encoder_can_be_forced(tmp_path):
     assert len(found.table) == 4 and "'our_uni'" in str(found.notes[0])
 
 
+def test_a_run_on_one_vit_refuses_the_others_and_an_old_run_says_that_its_card_cannot_tell(tmp_path):
+    files = [write_atlaspatch(tmp_path, f"s{i}", planted(i, 1.0), encoders={"vit_b_16": WIDTH}) for i in range(2)]
+    google = model_file(tmp_path / "g.safetensors", encoder="vit_b16_google")
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"'vit_b16_torchvision', but the model was trained on 'vit_b16_google'"):
+            predict([google], files, workers=0, force=force)
+    old = predict([model_file(tmp_path / "o.safetensors", encoder="vit_b16")], files, workers=0)
+    said = [str(note) for note in old.notes if "old name" in str(note)]
+    assert len(old.table) == 2 and len(said) == 1
+    assert "'vit_b16' is an old name of vit_b16_torchvision, vit_b16_google and vit_b16_timm" in said[0]
+    exact = predict([model_file(tmp_path / "t.safetensors", encoder="vit_b16_torchvision")], files, workers=0)
+    assert not [note for note in exact.notes if "old name" in str(note)]
+
+
 def test_a_file_that_names_no_encoder_is_predicted_with_a_warning(tmp_path):
     files = [write_clam(tmp_path / "f", f"s{i}", planted(i, 1.0)) for i in range(3)]
     found = predict([model_file(tmp_path / "m.safetensors")], files, workers=0)

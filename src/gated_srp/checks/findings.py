@@ -4,12 +4,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
-from gated_srp.data.files.siblings import is_known
+from gated_srp.data.files.siblings import is_known, may_be_same
 from gated_srp.data.matching import Matches
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
@@ -73,7 +74,8 @@ def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Note]:
     names = Counter(file.encoder for file in good if file.encoder)
     if len(names) > 1:
         listed = ", ".join(f"{name} ({counted(count, 'file')})" for name, count in names.most_common())
-        sure = sum(is_known(name) for name in names) > 1  # an unknown name may be another spelling
+        known = [name for name in names if is_known(name)]  # an unknown name may be another spelling
+        sure = not all(may_be_same(one, other) for one, other in combinations(known, 2))
         common_name = names.most_common(1)[0][0]
         odd = tuple(str(file.path) for file in good if file.encoder not in (None, common_name))
         cure = "Name one `encoder`, or point `features` at one encoder's folder; features of two must not be mixed."

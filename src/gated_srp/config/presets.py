@@ -16,6 +16,7 @@ import yaml
 
 from gated_srp.config.cohort import SEEDS, Gate
 from gated_srp.data import published
+from gated_srp.data.files.siblings import may_be_same
 from gated_srp.data.published import LabelFile
 from gated_srp.data.splits import Split
 from gated_srp.data.spreadsheet import Columns, read_frame
@@ -93,8 +94,9 @@ class Cohort:
         if trunk in self.trunks:
             base, published_gate = self.trunks[trunk], encoder == "uni_v2"
         else:
-            published_gate = trunk in ("nystrom", "peer") and encoder in self.gates
-            base = self.gates[encoder if published_gate else "uni_v2"]
+            names = [name for name in self.gates if may_be_same(name, encoder)] if trunk in ("nystrom", "peer") else []
+            published_gate = bool(names)
+            base = self.gates[names[0] if names else "uni_v2"]
         note = f"the paper has no gate for {self.name} with {encoder} on the {trunk} trunk; UNI-v2's is used"
         return base if published_gate else replace(base, note=note)
 

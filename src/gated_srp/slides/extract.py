@@ -65,7 +65,8 @@ class Extraction:
     def job(self, slide: Path) -> Job:
         mpp = self.mpp.get(slide.name, self.mpp.get(slide.stem, self.every_mpp))
         weights = None if self.weights is None else self.weights.name
-        return Job(slide, self.tiling, self.encoder.name, self.encoder.width, mpp, weights)
+        resampling = self.encoder.resampling(self.tiling.size)
+        return Job(slide, self.tiling, self.encoder.name, self.encoder.width, mpp, weights, resampling)
 
 
 @dataclass
@@ -276,6 +277,8 @@ def _there(settings: Extraction, slide: Path) -> bool:
     if made is None:
         return False
     wanted = job.settings()
+    if made and "resampling" not in made:  # of version 0.2, which knew no other way
+        made["resampling"] = settings.encoder.resampling(job.tiling.size, "bicubic")
     different = [f"{key} {made.get(key)}, asked {value}" for key, value in wanted.items() if made.get(key) != value]
     if different:
         raise UserError(

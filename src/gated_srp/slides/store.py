@@ -32,6 +32,7 @@ class Job:
     width: int
     mpp: float | None = None
     weights: str | None = None
+    resampling: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """All settings that decide the features; a file made with others is refused."""
@@ -43,6 +44,7 @@ class Job:
             "tissue": tiling.tissue,
             "mpp": self.mpp,
             "weights": self.weights,
+            "resampling": self.resampling,
         }
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from gated_srp.config.cohort import CohortConfig, open_cohort
 from gated_srp.config.load import load_config
 from gated_srp.data.cache import BagCache
-from gated_srp.data.files.siblings import canonical
+from gated_srp.data.files.siblings import may_be_same
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import write_whole
@@ -203,7 +203,7 @@ def _fitting_config(run: TrainedRun, config: CohortConfig) -> CohortConfig:
         )
     if run.encoder is None:
         return config
-    if config.encoder is not None and canonical(config.encoder) != run.encoder:
+    if config.encoder is not None and not may_be_same(config.encoder, run.encoder):
         raise UserError(
             f"encoder {config.encoder}, but {run.path} was trained on {run.encoder}",
             where=config.name,

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from gated_srp import __version__
 from gated_srp.config.cohort import CohortConfig
+from gated_srp.data.files.siblings import may_be_same
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 
@@ -259,6 +260,8 @@ def differences(there: Any, asked: Any, name: str = "") -> list[str]:
 
     >>> differences({"train": {"lr": 1.0, "workers": 1}}, {"train": {"lr": 2.0, "workers": 0}})
     ['train.lr 1.0, asked 2.0']
+    >>> differences({"encoder": "vit_b16"}, {"encoder": "vit_b16_torchvision"})
+    []
     """
     if name in _FREE:
         return []
@@ -267,6 +270,8 @@ def differences(there: Any, asked: Any, name: str = "") -> list[str]:
         return [d for k in keys for d in differences(there.get(k), asked.get(k), f"{name}.{k}".lstrip("."))]
     there = _LATER.get(name) if there is None else there
     same = there == asked or (there is None and asked is False)  # off, and unknown to the version that made the folder
+    if name == "encoder" and there and asked:
+        same = may_be_same(there, asked)  # the folder may have the old name of several
     return [] if same else [f"{name} {there}, asked {asked}"]
 
 

@@ -20,7 +20,7 @@ import pandas as pd
 
 from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.files.images import ImageGrid
-from gated_srp.data.files.siblings import is_known
+from gated_srp.data.files.siblings import about_old_name, is_known, may_be_same
 from gated_srp.data.loader import SlideBag, SlideDataset, Variation
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
@@ -205,10 +205,14 @@ class FittingDataset(SlideDataset):
     def _fit(self, path: Path) -> tuple[Note, ...]:
         header, run = self._header(path), self.run
         stride = stride_problem(header, run.card.get("stride") or [])
-        hard, soft = [], [stride] if stride else []
+        hard, soft, noted = [], [stride] if stride else [], list[Note]()
         if run.encoder and header.encoder and header.encoder != run.encoder:
             said = f"encoder: features of {header.encoder!r}, but the model was trained on {run.encoder!r}"
-            if is_known(run.encoder) and is_known(header.encoder):
+            if may_be_same(run.encoder, header.encoder):
+                cure = "Make sure that the training had these features."
+                said += about_old_name(header.encoder, run.encoder)
+                noted.append(Note("warning", "encoder", said, cure=cure))
+            elif is_known(run.encoder) and is_known(header.encoder):
                 cure = "Point at the right folder, or extract the slides with that encoder."
                 hard.append(Note("error", "encoder", said, cure=cure))
             else:
@@ -225,8 +229,8 @@ class FittingDataset(SlideDataset):
             raise UserError(f"{before}{last.what}", where=path, cure=last.cure, kind=refused[0].kind)
         if run.encoder and header.encoder is None:
             said = f"encoder: the file names none; taken for {run.encoder}, since the width fits"
-            soft.append(Note("warning", "unnamed_encoder", said))
-        return tuple(soft)
+            noted.append(Note("warning", "unnamed_encoder", said))
+        return (*soft, *noted)
 
     def _header(self, path: Path) -> BagHeader:
         """With what the file itself, or its folder, says of the encoder; a file of several is asked for the model's."""

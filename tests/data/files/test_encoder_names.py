@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gated_srp.data.files.siblings import canonical, encoder_of_folder, known_widths
+from gated_srp.data.files.siblings import canonical, encoder_of_folder, known_widths, may_be_same
 
 SPELLINGS = {
     "uni_v1": ["uni_v1", "uni", "UNI"],
@@ -21,7 +21,10 @@ SPELLINGS = {
     "ctranspath": ["ctranspath", "chief-ctranspath"],
     "resnet50": ["resnet50", "resnet50_trunc"],
     "medsiglip_448": ["medsiglip_448", "MedSigLIP-448", "medsiglip"],
-    "vit_b16": ["vit_b16", "ViT-B/16", "vit_base_patch16_224"],
+    "vit_b16": ["vit_b16", "ViT-B/16", "vitb16"],
+    "vit_b16_torchvision": ["vit_b_16", "VIT_B_16", "vit_b16_torchvision"],
+    "vit_b16_google": ["vit_b16_google", "google/vit-base-patch16-224"],
+    "vit_b16_timm": ["vit_base_patch16_224", "vit_b16_timm"],
     "efficientnet_lite0": ["efficientnet_lite0", "tf_efficientnet_lite0"],
 }
 
@@ -49,6 +52,15 @@ def test_an_unknown_name_is_tidied_and_not_guessed():
 )
 def test_the_known_widths(name, width):
     assert width in known_widths(name)
+
+
+def test_the_models_called_vit_b16_are_three_and_only_the_old_name_may_be_any_of_them():
+    models = ("vit_b_16", "google/vit-base-patch16-224", "vit_base_patch16_224")
+    assert len({canonical(name) for name in models}) == 3
+    for name in models:
+        assert may_be_same("vit_b16", name) and may_be_same(name, "vit_b16") and may_be_same(name, canonical(name))
+        assert not any(may_be_same(name, other) for other in models if other != name)
+    assert not may_be_same("vit_b16", "phikon") and not may_be_same("uni_v1", "uni_v2")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,20 @@ def test_features_of_another_encoder_than_asked_for_are_refused(tmp_path):
     assert read_bag(path, encoder="prov-gigapath").encoder == "gigapath"
 
 
+def test_atlaspatchs_vit_b_16_is_not_taken_for_googles_and_an_old_config_still_finds_it(tmp_path):
+    path = write_atlaspatch(tmp_path, "s", make_slide(), encoders={"vit_b_16": 12})
+    with pytest.raises(BagError, match="no features of 'vit_b16_google'") as caught:
+        read_bag(path, encoder="vit_b16_google")
+    assert caught.value.kind == "wrong_encoder"
+    bag = read_bag(path, encoder="vit_b16")  # what a config of an older version says
+    assert bag.encoder == "vit_b16_torchvision"
+    said = [note.what for note in bag.warnings if note.kind == "encoder"]
+    assert "'vit_b16' is an old name of vit_b16_torchvision, vit_b16_google and vit_b16_timm" in said[0]
+    google = write_trident(tmp_path, "g", make_slide(), encoder="vit_b16_google")
+    with pytest.raises(BagError, match="features of 'vit_b16_google', but 'vit_b16_torchvision' was asked for"):
+        read_bag(google, encoder="vit_b_16")
+
+
 def test_a_folders_word_about_the_encoder_gives_way_to_the_callers_with_a_warning(tmp_path):
     path = write_h5(tmp_path / "conch" / "s.h5", features=np.ones((4, 1536), "f4"), coords=_BLOCK * 512)
     assert read_bag(path).encoder == "conch_v1"

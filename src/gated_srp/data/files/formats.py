@@ -16,10 +16,12 @@ from gated_srp.data.bag import Bag, BagHeader
 from gated_srp.data.files.containers import Container, opened
 from gated_srp.data.files.siblings import (
     Places,
+    about_old_name,
     canonical,
     encoder_of_folder,
     is_known,
     known_widths,
+    may_be_same,
     read_positions,
 )
 from gated_srp.data.files.stride import lattice_of, number, stamp_positions, text
@@ -91,7 +93,7 @@ def _describe(
         what = f"{shape[0]} rows of features, but {len(positions.values)} positions"
         raise file.error("row_mismatch", what, cure)
     noted = _encoder_name(key, own, root)
-    if encoder and noted and canonical(encoder) != noted and is_known(encoder) and is_known(noted):
+    if encoder and noted and not may_be_same(encoder, noted) and is_known(encoder) and is_known(noted):
         raise file.error("wrong_encoder", _other_encoder(noted, encoder), _RIGHT_ENCODER)
     places: Places = [positions.places[0], ("features", own), ("file root", root), *positions.places[1:]]
     lattice = lattice_of(stamp_positions(positions, places) if key == "feats" else positions, places, file.path, stride)
@@ -147,7 +149,7 @@ def _of_encoder(file: Container, inside: list[str], encoder: str | None) -> str:
         raise file.error("several_encoders", what, cure, found=tuple(names))
     if encoder in names:
         return names[encoder]
-    same = [full for name, full in names.items() if canonical(name) == canonical(encoder)]
+    same = [full for name, full in names.items() if may_be_same(name, encoder)]
     if len(same) != 1:
         what = f"{len(same) or 'no'} features of {encoder!r} (found: {listed})"
         raise file.error("wrong_encoder", what, "Choose one by its name.", found=tuple(names))
@@ -189,7 +191,7 @@ def _encoder_name(key: str, own: dict[str, Any], root: dict[str, Any]) -> str | 
 
 
 def _other_encoder(name: str, asked: str) -> str:
-    return f"features of {name!r}, but {canonical(asked)!r} was asked for"
+    return f"features of {name!r}, but {canonical(asked)!r} was asked for{about_old_name(name, asked)}"
 
 
 _RIGHT_ENCODER = "Point at the others, or change encoder."

@@ -130,7 +130,7 @@ def find_bags(folder: str | Path, *, encoder: str | None = None) -> list[Path]:
         cure = f"Expected a folder of feature files ({', '.join(CONTAINERS)})."
         raise UserError("no such folder", where=folder, cure=cure, kind="missing")
     bags = filter(_is_bag, _walk(folder))
-    return sorted(path for path in bags if not encoder or encoder_of_folder(path) in (None, canonical(encoder)))
+    return sorted(path for path in bags if not encoder or may_be_same(encoder_of_folder(path) or encoder, encoder))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -192,9 +192,15 @@ _TABLE: dict[str, tuple[tuple[int, ...], str]] = {
     "ctranspath": ((768,), "chief_ctranspath"),
     "resnet50": ((1024, 2048), "resnet50_trunc resnet_50"),
     "medsiglip_448": ((1152,), "medsiglip med_siglip medsiglip448"),
-    "vit_b16": ((768,), "vit_b_16 vit_base_patch16 vit_base_patch16_224 vitb16 vit_base"),
+    "vit_b16_torchvision": ((768,), "torchvision_vit_b_16"),  # AtlasPatch's vit_b_16, IMAGENET1K_V1
+    "vit_b16_google": ((768,), "google_vit_base_patch16_224"),
+    "vit_b16_timm": ((768,), "vit_base_patch16_224 timm_vit_base_patch16_224"),
+    "vit_b16": ((768,), "vit_b_16 vit_base_patch16 vitb16 vit_base"),
     "efficientnet_lite0": ((1280,), "tf_efficientnet_lite0 efficientnet_lite_0"),
 }
+_EXACT = {"vit_b_16": "vit_b16_torchvision"}  # with these very characters: "ViT-B/16" says less
+# Version 0.2 had one name for them; its files, configs and cards may mean any.
+_OLD = {"vit_b16": ("vit_b16_torchvision", "vit_b16_google", "vit_b16_timm")}
 _NAMES = {spelling: name for name, (_, others) in _TABLE.items() for spelling in (name, *others.split())}
 _CODE_HASH = re.compile(r"-[0-9a-f]{8}$")  # STAMP's folder: <extractor>-<hash of its code>
 _ENCODER_FOLDER = re.compile(r"^(?:slide_features_|features_|feats_|extracted-)(?P<name>.+)$")
@@ -206,8 +212,31 @@ def canonical(name: str) -> str:
     >>> canonical("UNI2-h"), canonical("prov-gigapath"), canonical("MyEncoder v3")
     ('uni_v2', 'gigapath', 'myencoder_v3')
     """
-    tidy = re.sub(r"[^a-z0-9]+", "_", _CODE_HASH.sub("", name.strip().lower())).strip("_")
-    return _NAMES.get(tidy, tidy)
+    plain = _CODE_HASH.sub("", name.strip().lower())
+    tidy = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
+    return _EXACT.get(plain) or _NAMES.get(tidy, tidy)
+
+
+def models_of(name: str) -> tuple[str, ...]:
+    """The canonical names that a name can mean: one, except for the old names of several models."""
+    return _OLD.get(canonical(name), (canonical(name),))
+
+
+def may_be_same(one: str, other: str) -> bool:
+    """Whether two names can mean one encoder.
+
+    >>> may_be_same("vit_b_16", "google/vit-base-patch16-224"), may_be_same("vit_b_16", "vit_b16")
+    (False, True)
+    """
+    return bool(set(models_of(one)) & set(models_of(other)))
+
+
+def about_old_name(*names: str) -> str:
+    """What to say where one of the names is an old one of several models; else empty."""
+    of = {name: models_of(name) for name in names if len(models_of(name)) > 1}
+    return "".join(
+        f"; {canonical(name)!r} is an old name of {', '.join(them[:-1])} and {them[-1]}" for name, them in of.items()
+    )
 
 
 def is_known(name: str) -> bool:
