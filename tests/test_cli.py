@@ -183,3 +183,43 @@ def test_help_answers_in_half_a_second():
         took.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert done.returncode == 0 and "--quiet" in done.stdout
     assert min(took) < 0.5
+
+
+# Options ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_command_writes_is_named_out_everywhere_and_the_old_name_still_works(tmp_path):
+    from training.toy_cohorts import write_cohort
+    from typer.main import get_command
+
+    for name, command in get_command(app).commands.items():
+        shown = {option for one in command.params if not one.hidden for option in one.opts}
+        assert "--output" not in shown and ("-o" not in shown or "--out" in shown), name
+    cohort = write_cohort(tmp_path, slides=12)
+    for option in ("--out", "-o", "--output"):
+        assert run("splits", cohort, option, tmp_path / f"{option}.csv").exit_code == 0
+    assert len({(tmp_path / f"{option}.csv").read_text() for option in ("--out", "-o", "--output")}) == 1
+
+
+def test_splits_writes_the_split_that_a_run_of_ones_own_cohort_uses(tmp_path):
+    from training.toy_cohorts import open_config, write_cohort
+
+    from gated_srp.config.cohort import open_cohort
+
+    cohort = write_cohort(tmp_path, slides=20, folds=3, seeds=[7, 8])
+    said = run("splits", cohort, "--fold", 2, "-o", tmp_path / "split.csv").stdout
+    split = open_cohort(open_config(cohort)).split(7, 2)
+    assert (tmp_path / "split.csv").read_text() == "case_id,split\n" + "".join(
+        f"{case},{part}\n" for case, part in sorted(split.parts.items())
+    )
+    assert (
+        f"fold 2 of 3 by patient, seed 7, hash {split.hash[:12]}" in said
+        and "6 by case_id       6 slides  benign 3, tumour 3" in said
+    )
+    assert run("splits", cohort, "--seed", 8, "-o", tmp_path / "other.csv").exit_code == 0
+    assert (tmp_path / "other.csv").read_text() != (tmp_path / "split.csv").read_text()
+
+
+def test_splits_of_a_published_cohort_without_labels_says_what_to_give(monkeypatch):
+    status, said = ended(monkeypatch, "splits", "KGH")
+    assert status == 2 and "KGH: the split is drawn from the labels" in said and "name its YAML" in said

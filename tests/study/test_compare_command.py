@@ -109,3 +109,27 @@ def test_a_terminal_shows_one_table_and_a_pipe_lines(cohort, tmp_path):
         board.set(board.cells[1], "failed", UserError("no luck"))
     pipe.file.close()
     assert pipe.export_text() == "toy xsa seed 42: FAILED twice, the rest goes on: no luck\n"
+
+
+def test_settings_of_a_study_can_be_changed_for_all_arms_alike(cohort, app, tmp_path):
+    written = ["--engine", "slurm", "--seeds", "42", "--set", "train.epochs=1", "--set", "window=5"]
+    shown = CliRunner().invoke(app, [str(cohort), "--arms", "na,xsa", *written, "--out", str(tmp_path / "runs")])
+    assert shown.exit_code == 0, shown.output
+    app = typer.Typer()
+    app.command()(studies.tune)
+    shown = CliRunner().invoke(app, [str(cohort), *written, "--out", str(tmp_path / "tuned")])
+    assert shown.exit_code == 0, shown.output
+    for folder, number in (("runs", 2), ("tuned", 16)):
+        (cells,) = (tmp_path / folder).rglob("cells.jsonl")
+        lines = cells.read_text().splitlines()
+        configs = [json.loads(line)["config"] for line in lines]
+        assert [(one["train"]["epochs"], one["window"]) for one in configs] == [(1, 5)] * number
+
+
+def test_tables_go_where_they_are_asked_to_under_the_new_name_and_the_old(cohort, app, tmp_path):
+    for option in ("--tables", "--output", "-o"):
+        folder = tmp_path / option
+        asked = [str(cohort), "--arms", "na,gated_srp", "--seeds", "42", "--bootstrap", "0", option, str(folder)]
+        shown = CliRunner().invoke(app, asked)
+        assert shown.exit_code == 0, shown.output
+        assert (folder / "README.md").is_file()

@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: "out" if name == "output" else name},  # its name in 0.2
     help="Gated Spatial Redundancy Projection for whole-slide pathology.",
 )
 
@@ -65,7 +66,7 @@ app.command("redundancy")(cohorts.redundancy)
 app.command("train")(runs.train)
 app.command("predict")(runs.predict)
 app.command("evaluate")(runs.evaluate)
-app.command("compare")(studies.compare)
+app.command("compare", context_settings={"token_normalize_func": str})(studies.compare)  # whose --output is --tables
 app.command("tune")(studies.tune)
 app.command("reproduce")(studies.reproduce)
 app.command("stats")(studies.stats)

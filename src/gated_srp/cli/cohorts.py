@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gated_srp.checks.check import Check
+    from gated_srp.data.splits import Split
+    from gated_srp.data.table import Table
     from gated_srp.errors import Note
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
@@ -30,7 +32,7 @@ _ALIKE = 20  # notes of one kind that are listed
 def init(
     folder: Annotated[Path, Argument(help="The folder of feature files, as the extractor left it.")],
     table: Annotated[Path, Argument(help="The spreadsheet of slides or patients: csv, tsv, xlsx, parquet.")],
-    output: Annotated[Path, Option("--output", "-o", help="Where to write the YAML.")] = Path("cohort.yaml"),
+    output: Annotated[Path, Option("--out", "-o", help="Where to write the YAML.")] = Path("cohort.yaml"),
     sheet: Annotated[str | None, Option(help="Of an xlsx; the first.")] = None,
     force: Annotated[bool, Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
@@ -48,7 +50,7 @@ def init(
 
 
 def demo(
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the demo.")] = Path("gated-srp-demo"),
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the demo.")] = Path("gated-srp-demo"),
 ) -> None:
     """Generate a cohort, compare four attentions on it and write a report; about three minutes. Start it again to go on."""
     import shlex
@@ -71,25 +73,50 @@ def demo(
 
 
 def splits(
-    cohort: Annotated[str, Argument(help="A cohort of the paper, e.g. CAMELYON17 or TCGA-KIRC.")],
-    labels: Annotated[Path, Option(help="Folder of the public label files, or the file itself.")],
-    seed: Annotated[int, Option(min=0, help="The paper's are 42 to 46.")] = 42,
-    output: Annotated[Path, Option("--output", "-o", help="Where to write the split.")] = Path("split.csv"),
+    cohort: Annotated[str, Argument(help="Your cohort's YAML, or a cohort of the paper: CAMELYON17, TCGA-KIRC, ...")],
+    labels: Annotated[
+        Path | None, Option(help="For a cohort of the paper: folder of the public label files, or the file itself.")
+    ] = None,
+    seed: Annotated[int | None, Option(min=0, help="The YAML's first; the paper's are 42 to 46.")] = None,
+    fold: Annotated[int, Option(min=0, help="Where the YAML sets `folds`.")] = 0,
+    output: Annotated[Path, Option("--out", "-o", help="Where to write the split.")] = Path("split.csv"),
 ) -> None:
-    """Write the published split of a cohort: one row per slide or patient, with train, val or test."""
-    from gated_srp.config.presets import find_cohort
+    """Write a split, one row per slide or patient with train, val or test: that of your cohort, or a published one."""
     from gated_srp.data.splits import assign_parts, write_split
 
-    preset = find_cohort(cohort)
-    table = preset.read_labels(labels)
-    split = preset.read_split(labels, seed, table=table)
-    slides = assign_parts(split, table).value_counts()
+    if Path(cohort).suffix in (".yaml", ".yml"):
+        table, split = _own_split(Path(cohort), labels, seed, fold)
+    else:
+        from gated_srp.config.presets import find_cohort
+
+        preset = find_cohort(cohort)
+        if labels is None:
+            cure = (
+                "Give the folder of its public label files: --labels FOLDER. For a cohort of your own, name its YAML."
+            )
+            raise UserError("the split is drawn from the labels, and --labels is not set", where=cohort, cure=cure)
+        table = preset.read_labels(labels)
+        split = preset.read_split(labels, 42 if seed is None else seed, table=table)
+    parts = assign_parts(split, table)
     write_split(split, output)
     for note in (*table.notes, *split.notes):
         say(note.line)
     for part, count in split.counts.items():
-        say(f"{part:>5}  {count:>6} by {split.unit}  {slides.get(part, 0):>6} slides")
+        rows = table.frame[parts == part]
+        tally = table.kind.tally(rows, table.classes)
+        tally = {name: number for name, number in tally.get("classes", tally).items() if isinstance(number, int)}
+        said = ", ".join(f"{name} {number}" for name, number in tally.items())
+        say(f"{part:>5}  {count:>6} by {split.unit}  {len(rows):>6} slides  {said}")
     say(f"{output}: {split.source}, hash {split.hash[:12]}")
+
+
+def _own_split(path: Path, labels: Path | None, seed: int | None, fold: int) -> tuple[Table, Split]:
+    from gated_srp.config.cohort import open_cohort
+    from gated_srp.config.load import load_config
+
+    config = load_config(path, {"labels": str(labels)} if labels else None)
+    data = open_cohort(config)
+    return data.table, data.split(config.seeds[0] if seed is None else seed, fold)
 
 
 def check(
@@ -128,7 +155,7 @@ def redundancy(
     size: Annotated[int | None, Option(min=8, help="With --images: pixels of a patch; the encoder's own.")] = None,
     slides: Annotated[int | None, Option(min=1, help="At most so many slides or photographs, evenly chosen.")] = None,
     seed: Annotated[int, Option(min=0, help="Of the random patches.")] = 0,
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the figure and the table.")] = Path("redundancy"),
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the figure and the table.")] = Path("redundancy"),
 ) -> None:
     """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides, or on photographs."""
     from gated_srp.reports.redundancy import measure_cohort, measure_folder

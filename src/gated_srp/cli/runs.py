@@ -58,7 +58,7 @@ def predict(
     features: Annotated[
         Path, Argument(help="A folder of feature files (of images, for a model of images), or one of them.")
     ],
-    output: Annotated[Path, Option("--output", "-o", help="Where to write the table.")] = Path("predictions.csv"),
+    output: Annotated[Path, Option("--out", "-o", help="Where to write the table.")] = Path("predictions.csv"),
     features_key: Annotated[str | None, Option(help="Name of the feature array, where it is unusual.")] = None,
     coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
     stride: Stride = None,
@@ -95,7 +95,7 @@ def predict(
 def evaluate(
     run: Run,
     cohort: Annotated[Path, Argument(help="The YAML of a labelled cohort.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the results.")] = Path("evaluation"),
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the results.")] = Path("evaluation"),
     score: Annotated[str | None, Option(help="slide or case; as in training if not set.")] = None,
     repeats: Repeats = 1000,
     seed: Annotated[int, Option(min=0, help="Of the resampling.")] = 0,
@@ -161,7 +161,7 @@ def convert(
     checkpoint: Annotated[
         Path, Argument(help="A checkpoint of the published release (best.pt), of any of its trainers.")
     ],
-    output: Annotated[Path, Option("--output", "-o", help="Where to write the model.")] = Path("model.safetensors"),
+    output: Annotated[Path, Option("--out", "-o", help="Where to write the model.")] = Path("model.safetensors"),
     classes: Annotated[
         str, Option(help="Names of the outputs in their order, such as A,B,C; `predict` needs them.")
     ] = "",

@@ -12,7 +12,7 @@ from gated_srp.cli.screen import LOG, say, say_written, show_progress
 
 def extract(
     slides: Annotated[Path, Argument(help="A slide, or a folder of slides.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the feature files.")],
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the feature files.")],
     encoder: Annotated[
         str, Option("--encoder", "-e", help="Its name, or package.module:function for one of your own.")
     ] = "efficientnet_lite0",
@@ -87,7 +87,7 @@ def heatmap(
     ] = None,
     stride: Stride = None,
     force: Force = False,
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the pictures.")] = Path("heatmap"),
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the pictures.")] = Path("heatmap"),
 ) -> None:
     """Show where a model looks on a slide and what its gates change: PNG, contact sheet, files for QuPath."""
     import gated_srp
@@ -120,7 +120,7 @@ def heatmap(
 def explain(
     run: Run,
     slide: Annotated[Path, Argument(help="The slide image, or a feature file of it.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the page.")] = Path("explained"),
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the page.")] = Path("explained"),
     encoder: Annotated[str | None, Option("--encoder", "-e", help="Where the run's card names none.")] = None,
     weights: Annotated[Path | None, Option(help="The encoder's, without internet.")] = None,
     size: Size = None,
@@ -151,7 +151,7 @@ def explain(
 
 def report(
     folder: Annotated[Path, Argument(help="A run, a comparison, a reproduction, or a folder above them.")],
-    output: Annotated[Path, Option("--output", "-o", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, Option("--out", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce."""
     import gated_srp

@@ -49,9 +49,9 @@ def compare(
         str | None, Option("--reference", "-r", help="The arm to compare with; na, or else the first arm.")
     ] = None,
     out: Out = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Folder for tables and figures; OUT/COHORT/comparison.")
-    ] = None,
+    tables: Annotated[Path | None, Option(help="Folder for tables and figures; OUT/COHORT/comparison.")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", hidden=True, help="The name of --tables in 0.2.")] = None,
+    change: Change = None,
     bootstrap: Annotated[int, Option(min=0, help="How often patients are resampled.")] = 200,
     jobs: Jobs = None,
     yes: Yes = False,
@@ -68,8 +68,9 @@ def compare(
             seeds=_numbers(seeds),
             reference=reference,
             quick=quick,
+            settings=changes(change),
             out=out,
-            output=output,
+            tables=tables or output,
             bootstrap=bootstrap,
             **running,
         )
@@ -89,6 +90,7 @@ def tune(
     ] = None,
     quick: Annotated[bool, Option("--quick", help="Fewer epochs and seeds; for `compare --quick`.")] = False,
     out: Out = None,
+    change: Change = None,
     jobs: Jobs = None,
     yes: Yes = False,
     engine: Engine = "local",
@@ -98,8 +100,8 @@ def tune(
     import gated_srp
 
     with _study(jobs, yes, engine, address) as running:
-        rates = tuple(map(_factor, _words(gate_lr)))
-        found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), gate_lr=rates, quick=quick, out=out, **running)
+        how = {"settings": changes(change), "out": out, "gate_lr": tuple(map(_factor, _words(gate_lr))), **running}
+        found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), quick=quick, **how)
     if not _submitted(found.script):
         say(found.verdict)
         say(f"written: {found.files[0]}; `gated-srp compare` shows it as {arm}_tuned")

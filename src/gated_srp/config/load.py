@@ -52,14 +52,19 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return config
 
 
-def with_changes(config: CohortConfig, changes: Mapping[str, Any]) -> CohortConfig:
-    """Settings at hand with some changed, ``{"train.lr": 1e-3}``, and checked again."""
-    plain = config.model_dump()
+def with_changes(
+    cohort: str | Path | CohortConfig, settings: Mapping[str, Any] | None = None, out: str | Path | None = None
+) -> CohortConfig:
+    """A cohort's settings, from its file or at hand, with some changed; ``out`` is where its runs are written."""
+    changes = dict(settings or {}) | ({"out": str(out)} if out else {})
+    if not isinstance(cohort, CohortConfig):
+        return load_config(cohort, changes)
+    plain = cohort.model_dump()
     for key, value in changes.items():
         section, _, inner = key.partition(".")
         plain[section] = {**(plain.get(section) or {}), inner: value} if inner else value
     try:
-        return CohortConfig.model_validate(plain) if changes else config
+        return CohortConfig.model_validate(plain) if changes else cohort
     except ValidationError as error:
         found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
         raise UserError("; ".join(found), where="settings") from None

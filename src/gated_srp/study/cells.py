@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.config.cohort import CohortConfig, CohortData
-from gated_srp.config.load import load_config, with_changes
+from gated_srp.config.load import with_changes
 from gated_srp.data.splits import Split
 from gated_srp.errors import UserError, counted
 from gated_srp.models import arm_settings, find_arm
@@ -99,13 +99,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.cohort} {self.row} seed {self.unit}"
-
-
-def cohort_config(cohort: str | Path | CohortConfig, out: str | Path | None = None) -> CohortConfig:
-    """The settings of a cohort: those given, or read from its YAML; ``out`` replaces where its runs are written."""
-    if isinstance(cohort, CohortConfig):
-        return cohort if out is None else cohort.model_copy(update={"out": Path(out)})
-    return load_config(Path(cohort), {"out": str(out)} if out else None)
 
 
 def folds(config: CohortConfig) -> range:

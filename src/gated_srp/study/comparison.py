@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -74,8 +74,9 @@ def compare(
     seeds: Sequence[int] | None = None,
     reference: str | None = None,
     quick: bool = False,
+    settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
-    output: str | Path | None = None,
+    tables: str | Path | None = None,
     bootstrap: int = 200,
     jobs: int | None = None,
     engine: EngineName = "local",
@@ -90,8 +91,9 @@ def compare(
         arms, seeds: those of the YAML unless named.
         reference: the arm that others are compared with; ``na`` if it is among them, otherwise the first.
         quick: fewer epochs and seeds for all arms alike, to try it out.
+        settings: settings of the YAML to change for all arms alike, e.g. ``{"train.epochs": 5}``.
         out: where runs are written, instead of the YAML's ``out``.
-        output: folder for tables and figures; OUT/COHORT/comparison by default.
+        tables: folder for tables and figures; OUT/COHORT/comparison by default.
         bootstrap: how often patients are resampled; 0: not at all.
         jobs: cells that run at a time; by default as many as cores, memory and devices allow.
         engine: ``local``, ``ray`` (with ``address``), or ``slurm``, which only writes a script.
@@ -110,13 +112,14 @@ def compare(
         >>> print(found.verdict)  # doctest: +SKIP
     """
     from gated_srp.config.cohort import open_cohort
+    from gated_srp.config.load import with_changes
     from gated_srp.reports.tables import write_comparison
-    from gated_srp.study.cells import Row, cohort_config, plan, quick_version
+    from gated_srp.study.cells import Row, plan, quick_version
     from gated_srp.study.engine import Running, run_cells
     from gated_srp.study.tuning import tuned_rows
 
     running = Running(jobs, engine, address, confirm, progress)
-    config = cohort_config(cohort, out)
+    config = with_changes(cohort, settings, out)
     arms, seeds, note = tuple(arms or config.arms), tuple(seeds or config.seeds), ""
     if quick:
         config, seeds, note = quick_version(config, seeds)
@@ -127,7 +130,7 @@ def compare(
         raise UserError(what, where="reference", cure="Name one of them.")
     more, notes = tuned_rows(config, arms, seeds)
     cells = plan(config, [*(Row.of(arm) for arm in arms), *more], seeds)
-    folder = Path(output) if output else config.out / config.name / "comparison"
+    folder = Path(tables) if tables else config.out / config.name / "comparison"
     ran = run_cells(cells, {config.name: open_cohort(config)}, running)
     if ran.script:
         return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, note, script=ran.script)

@@ -6,7 +6,7 @@ The base arm is not tuned, so a tuned row never stands alone: `compare` shows it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ import pandas as pd
 import yaml
 
 from gated_srp.config.cohort import CohortConfig
+from gated_srp.config.load import with_changes
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import TUNED, Sizes
 from gated_srp.progress import Progress, silent
-from gated_srp.study.cells import Cell, Row, cohort_config, folds, plan, quick_version, refuse_unpaired, unit_name
+from gated_srp.study.cells import Cell, Row, folds, plan, quick_version, refuse_unpaired, unit_name
 from gated_srp.study.results import StudyResult, html
 from gated_srp.study.statistics import TTest, t_test
 
@@ -77,6 +78,7 @@ def tune(
     seeds: Sequence[int] | None = None,
     gate_lr: Sequence[float] = (),
     quick: bool = False,
+    settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     jobs: int | None = None,
     engine: EngineName = "local",
@@ -91,7 +93,7 @@ def tune(
         arm: whose gate is tuned.
         gate_lr: factors on the gates' learning rate to try as well, e.g. (1, 10): so many times as many runs.
         quick: fewer epochs and seeds; `compare` with ``quick`` then shows what was chosen.
-        seeds, out, jobs, engine, address, confirm, progress: as for `compare`.
+        seeds, settings, out, jobs, engine, address, confirm, progress: as for `compare`.
 
     Returns:
         The choices, how optimistic validation was, and the files written.
@@ -104,7 +106,7 @@ def tune(
     from gated_srp.study.engine import Running, run_cells
 
     running = Running(jobs, engine, address, confirm, progress, part="val")  # no test score before the choice
-    config = cohort_config(cohort, out)
+    config = with_changes(cohort, settings, out)
     seeds = tuple(seeds or config.seeds)
     if quick:
         config, seeds, note = quick_version(config, seeds)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig
-from gated_srp.config.load import load_config, with_changes
+from gated_srp.config.load import with_changes
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
@@ -68,8 +68,7 @@ def train(
         >>> run = gated_srp.train("cohort.yaml", settings={"train.epochs": 5})  # doctest: +SKIP
         >>> run.metrics("test")  # doctest: +SKIP
     """
-    changes = dict(settings or {}) | ({"out": str(out)} if out else {})
-    config = with_changes(cohort, changes) if isinstance(cohort, CohortConfig) else load_config(cohort, changes)
+    config = with_changes(cohort, settings, out)
     arm = arm or config.main_arm
     job = Job(config, arm, config.seeds[0] if seed is None else seed, fold, Path(init) if init else None, devices)
     run = job.run
