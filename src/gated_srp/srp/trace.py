@@ -1,4 +1,5 @@
-"""See what the layers did: ``with trace(model) as seen: model(features, graph)``, then ``seen[0].beta`` and so on.
+"""See what the layers did: ``with trace(model) as seen: model(features, graph)``, then ``seen[0].beta`` and so on; and ask what if
+gates gave another beta: ``with set_gates(model, 0.0): model(features, graph)``.
 
 Everything comes through hooks that live as long as the `with`: modules keep no memory.
 """
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from gated_srp.srp.coefficient import regimes
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.module import GatedSRP
 
@@ -37,7 +40,7 @@ def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Itera
     A layer is a module with a ``correction`` (a GatedSRP or None) and a method ``cls_attention`` with the arguments of its forward.
     Recomputation by activation checkpointing is not recorded again. Hooks are blind to a model compiled before.
     """
-    layers = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
+    layers = _layers(model)
     seen = [LayerTrace() for _ in layers]
     calls = 0
     handles = []
@@ -81,6 +84,59 @@ def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Itera
             f"trace: none of the {len(layers)} layers of {type(model).__name__} was called. Call the model inside the `with`, and trace it "
             "before torch.compile: hooks added to a compiled model never fire."
         )
+
+
+@contextmanager
+def set_gates(
+    model: nn.Module,
+    beta: float,
+    *,
+    layers: Container[int] | None = None,
+    patches: Tensor | None = None,
+    regime: str | None = None,
+) -> Iterator[None]:
+    """Inside the `with`, gates of ``model`` give ``beta`` instead of what they learned: a what-if of one bag at a time.
+
+    ``layers``: of these layers alone (from 0, as `trace` counts them). ``patches`` (N,) bool: of these patches alone.
+    ``regime``: only where the learned beta is in this one of `regimes`. All three together narrow it further.
+    With beta 0 everywhere the model computes exactly what it computes without any correction.
+    """
+    handles = []
+
+    def watch(layer: nn.Module, coefficient: nn.Module) -> None:
+        row = 0  # a gate may be asked some rows at a time, in their order
+
+        def on_layer(*_: Any) -> None:
+            nonlocal row
+            row = 0
+
+        def on_gate(_: Any, args: tuple[Any, ...], learned: Tensor) -> Tensor:
+            nonlocal row
+            chosen = torch.ones_like(learned, dtype=torch.bool)  # (rows, H)
+            if patches is not None:
+                graph: PatchGraph = args[2]
+                inside = F.pad(patches.to(learned.device), (graph.before, row + len(learned)))
+                chosen &= inside[row : row + len(learned), None]
+                row += len(learned)
+            if regime is not None:
+                chosen &= regimes(learned)[regime]
+            return torch.where(chosen, beta, learned)
+
+        handles.append(layer.register_forward_pre_hook(on_layer))
+        handles.append(coefficient.register_forward_hook(on_gate))
+
+    for number, layer in enumerate(_layers(model)):
+        if isinstance(layer.correction, GatedSRP) and (layers is None or number in layers):
+            watch(layer, layer.correction.coefficient)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
 
 
 def _columns(rows: Tensor, graph: PatchGraph) -> Tensor:
