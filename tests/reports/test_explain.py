@@ -11,8 +11,7 @@ from gated_srp import explain
 from gated_srp.cli import slides as commands
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
-from gated_srp.reports.explain import closed_gates_warning, predict_in_words
-from gated_srp.reports.maps import view_slide
+from gated_srp.reports.explain import predict_in_words
 from gated_srp.training.inputs import FeatureStatistics
 
 CARD = {"task": "classification", "classes": ["benign", "tumour"], "cohort": "toy"}
@@ -64,11 +63,11 @@ def test_a_model_without_gates_has_a_page_without_their_maps(tmp_path):
 
 def test_gates_that_have_hardly_opened_are_said_to_show_nothing(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
-    assert closed_gates_warning(view_slide(_run(tmp_path / "open", **CARD), file)) == ""
     model = build_model("gated_srp", in_dim=12, num_outputs=2, dim=24, depth=2, num_heads=2, num_landmarks=4).eval()
     save_model(model, tmp_path / "shut" / "model.safetensors", CARD)  # as it starts: every beta is zero
-    assert "hardly opened (largest size 0)" in closed_gates_warning(view_slide(tmp_path / "shut", file))
-    assert closed_gates_warning(view_slide(_run(tmp_path / "na", arm="na", **CARD), file)) == ""
+    texts = [_run(tmp_path / "open", **CARD), tmp_path / "shut", _run(tmp_path / "na", arm="na", **CARD)]
+    pages = [explain(run, file, out=tmp_path / run.name / "out").page.read_text() for run in texts]
+    assert [page.count("have hardly opened") for page in pages] == [0, 3, 0]  # change, beta, correction
 
 
 def test_names_are_escaped_on_the_page(tmp_path):

@@ -18,15 +18,17 @@ from gated_srp.models import build_model, save_model
 from gated_srp.reports import heatmap as flow
 from gated_srp.reports.draw import (
     Canvas,
-    around_zero,
     as_beta,
+    as_multiples,
     by_percentile,
-    by_rank,
     colour,
     contact_sheet,
+    describe,
     draw_maps,
     in_image_pixels,
+    linear,
     overview,
+    scaled_map,
 )
 from gated_srp.reports.maps import VALUES, Patches, PatchMap, maps_of, read_scores, view_slide
 from gated_srp.slides.reader import SlideImage, SlideInfo
@@ -91,12 +93,34 @@ def test_at_a_scale_that_divides_nothing_touching_patches_leave_no_gap_and_do_no
 # How ------------------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_spread_the_colours_and_the_bar_says_the_raw_values():
-    values = np.array([0.001, 0.002, 0.003, 50.0, np.nan])
-    scaled = by_rank(values)
-    assert scaled.places[:4].tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert np.isnan(scaled.places[4])
-    assert dict(scaled.ticks)[1.0] == "50" and dict(scaled.ticks)[0.0] == "0.001"
+def test_attention_is_coloured_by_multiples_of_the_mean_and_a_flat_map_has_one_colour():
+    scaled = as_multiples(np.array([0.5, 1.0, 2.0, 4.0, 0.0, 64.0, np.nan]), 1.0)
+    assert scaled.places[:6].tolist() == pytest.approx([0.375, 0.5, 0.625, 0.75, 0.0, 1.0])
+    assert np.isnan(scaled.places[6])
+    assert scaled.beyond == (pytest.approx(1 / 6), pytest.approx(1 / 6))
+    for place, text in scaled.ticks:
+        top, _, bottom = text.partition("/")
+        assert place == pytest.approx(0.5 + np.log2(float(top) / float(bottom or 1)) / 8)
+    assert as_multiples(np.full(9, 3e-4), 3e-4).places.tolist() == [0.5] * 9
+
+
+def test_the_scale_of_attention_does_not_depend_on_the_slide():
+    values = np.random.default_rng(0).uniform(0.9, 1.1, 400)
+    one = PatchMap("attention_layer4", "attention", values, unit=float(values.mean()))
+    assert np.ptp(scaled_map(one).places) < 0.05
+    assert np.ptp(scaled_map(one, percentile=True).places) == 1.0
+    assert "stretched to this slide" in scaled_map(one, percentile=True).label
+    far = replace(one, values=np.append(values, 50.0))
+    assert scaled_map(far).places[:400].tolist() == scaled_map(one).places.tolist()
+    assert scaled_map(far).beyond[1] == pytest.approx(1 / 401)
+
+
+def test_a_change_is_a_share_of_the_mean_and_beyond_it_is_said():
+    one = PatchMap("change", "change", np.array([-0.05, 0.0, 0.2]), signed=True, unit=0.1)
+    scaled = scaled_map(one)
+    assert scaled.places.tolist() == pytest.approx([0.25, 0.5, 1.0])
+    assert [text for _, text in scaled.ticks] == ["-100 %", "-50 %", "+0 %", "+50 %", "+100 %"]
+    assert scaled.beyond == (0.0, pytest.approx(1 / 3))
 
 
 def test_percentiles_clip_the_ends():
@@ -108,16 +132,27 @@ def test_percentiles_clip_the_ends():
 def test_zero_is_white_on_a_signed_map():
     from matplotlib import colormaps
 
-    scaled = around_zero(np.array([-3.0, 0.0, 0.1]))
-    assert scaled.places[1] == 0.5
+    scaled = linear(np.array([-3.0, 0.0, 0.1]), 3.0, signed=True)
+    assert scaled.places[:2].tolist() == [0.0, 0.5]
     assert min(colormaps[scaled.colours](0.5)[:3]) > 0.96
 
 
-def test_a_beta_map_marks_the_regimes_it_reaches():
-    assert [text for _, text in as_beta(np.linspace(-1, 1, 201)).ticks] == ["-0.99", "-0.5", "0", "0.5", "0.99"]
-    assert "1.5" in [text for _, text in as_beta(np.linspace(-2, 2, 201)).ticks]
-    for place, text in as_beta(np.linspace(-2, 2, 201)).ticks:
-        assert place == pytest.approx(float(text) / 1.98 / 2 + 0.5, abs=0.01)
+def test_beta_is_coloured_over_the_range_of_the_gate_however_small_it_is():
+    from matplotlib import colormaps
+
+    tiny = scaled_map(PatchMap("beta_layer1", "beta", np.full(4, 0.02), signed=True, limit=1.0, regimes=True))
+    assert tiny.places.tolist() == [0.51] * 4
+    assert min(colormaps[tiny.colours](tiny.places[0])[:3]) > 0.93
+    assert [text for _, text in as_beta(np.zeros(3), 1.0).ticks] == ["-1", "-0.5", "0", "0.5", "1"]
+    for place, text in as_beta(np.linspace(-2, 2, 201), 2.0).ticks:
+        assert place == pytest.approx(float(text) / 2 / 2 + 0.5)
+
+
+def test_a_map_in_which_nothing_happens_says_so():
+    shut = PatchMap("beta_layer1", "beta", np.array([0.01, -0.02]), signed=True, limit=1.0, regimes=True)
+    assert describe(shut).startswith("nothing happens: beta is at most 0.02; ")
+    flat = PatchMap("attention_layer4", "attention", np.array([0.1, 0.1001]), unit=0.1)
+    assert describe(flat) == "the same everywhere, within 0.1 %"
 
 
 def test_an_overlay_leaves_the_slide_alone_where_there_is_no_patch():

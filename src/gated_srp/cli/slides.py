@@ -80,7 +80,8 @@ def heatmap(
     layer: Annotated[int | None, Option(min=1, help="Which layer, from 1.")] = None,
     head: Annotated[int | None, Option(min=1, help="Which head, from 1; the mean over heads if not set.")] = None,
     percentile: Annotated[
-        bool, Option("--percentile", help="Colours linear from percentile 1 to 99, instead of by rank.")
+        bool,
+        Option("--percentile", help="Stretch the colours to each slide, percentile 1 to 99, instead of a fixed scale."),
     ] = False,
     export: Annotated[
         list[str] | None, Option(help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")

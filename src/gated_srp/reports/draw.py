@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole
-from gated_srp.reports.maps import Patches, PatchMap
+from gated_srp.reports.maps import SHUT, Patches, PatchMap
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.srp.coefficient import regimes
 
@@ -29,6 +29,7 @@ _DPI = 160
 _OPACITY = 0.55
 _TILE = 144  # pixels of a tile on a contact sheet
 _CAPTION = 16
+_FLAT = 0.02  # of the slide's mean: differences below it are nothing
 _REGIMES = ("amplifies", "leaves as is", "projects out", "reflects")  # in the order of `srp.coefficient.regimes`
 
 
@@ -124,50 +125,88 @@ def overview(patches: Patches, image: Path) -> tuple[Patches, np.ndarray, Canvas
 # How: values as colours -----------------------------------------------------------------------------------------------
 
 
+# Neither lies red on eosin, and both can be told apart without colour vision for red and green.
+_AROUND, _UP = "PuOr_r", "viridis"
+_MULTIPLES = 16.0  # times the slide's mean, up and down, that the colours of attention span
+_CHANGE = 1.0  # of the slide's mean, up and down, that the colours of a change span
+
+
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """Values as places on a colour map: (L,) in 0 to 1; ``ticks`` say which raw value a place means."""
+    """Values as places on a colour map: (L,) in 0 to 1; ``ticks`` say which value a place means.
+
+    ``label``: of the colour bar. ``beyond``: share of patches below and above what the colours span.
+    """
 
     places: np.ndarray
     ticks: tuple[tuple[float, str], ...]
     colours: str
+    label: str
+    beyond: tuple[float, float] = (0.0, 0.0)
 
 
-def by_rank(values: np.ndarray) -> Scaled:
-    """Each patch by its rank in the slide: a few hot patches do not leave all others cold."""
-    known = np.isfinite(values)
-    _, which, counts = np.unique(values[known], return_inverse=True, return_counts=True)
-    ranks = counts.cumsum() - (counts + 1) / 2  # from 0; equal values share the mean of theirs
-    places = np.full(len(values), np.nan)
-    places[known] = ranks[which] / max(1, known.sum() - 1)
-    shown = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-    raw = np.quantile(values[known], shown)
-    return Scaled(places, tuple(zip(shown, distinct_labels(raw), strict=True)), "inferno")
+def scaled_map(one: PatchMap, *, percentile: bool = False) -> Scaled:
+    """A map on its fixed scale; with ``percentile`` the colours stretch to the slide, which the label says."""
+    if not np.isfinite(one.values).any():
+        raise UserError("no patch has a finite value. Nothing can be drawn.", where=one.title)
+    if percentile:
+        return by_percentile(one.shown, signed=one.signed)
+    if one.unit is not None:
+        return as_change(one.shown, one.unit) if one.signed else as_multiples(one.shown, one.unit)
+    return as_beta(one.values, one.limit or 2.0) if one.regimes else linear(one.shown, one.limit or 1.0, one.signed)
 
 
-def by_percentile(values: np.ndarray) -> Scaled:
-    """Linear from the 1st to the 99th percentile of the slide; values beyond take the colour of the end."""
-    low, high = np.nanpercentile(values, [1, 99])
-    spread = high - low or 1.0
-    shown = np.linspace(0, 1, 6)
-    ticks = tuple(zip(shown.tolist(), distinct_labels(low + shown * spread), strict=True))
-    return Scaled(((values - low) / spread).clip(0, 1), ticks, "inferno")
+def linear(values: np.ndarray, limit: float, signed: bool) -> Scaled:
+    """From 0, or where ``signed`` from -limit, to limit."""
+    low = -limit if signed else 0.0
+    ticks = tuple((float(p), f"{low + p * (limit - low):.3g}") for p in np.linspace(0, 1, 5))
+    places, beyond = _placed((values - low) / (limit - low))
+    return Scaled(places, ticks, _AROUND if signed else _UP, "values", beyond)
 
 
-def around_zero(values: np.ndarray) -> Scaled:
-    """Linear on both sides of zero, which is white, up to the 99th percentile of the absolute value."""
-    most = float(np.nanpercentile(np.abs(values), 99)) or float(np.nanmax(np.abs(values))) or 1.0
-    ticks = tuple((float(p), f"{(2 * p - 1) * most:.3g}") for p in np.linspace(0, 1, 5))
-    return Scaled((values / most / 2 + 0.5).clip(0, 1), ticks, "RdBu_r")
-
-
-def as_beta(values: np.ndarray) -> Scaled:
-    """As `around_zero`, with the borders of the regimes on the colour bar where the slide reaches them."""
-    plain = around_zero(values)
-    most = float(plain.ticks[-1][1])
-    marks = [(b / most / 2 + 0.5, f"{b:g}") for b in (-0.5, 0.5, 1.0, 1.5, 2.0) if abs(b) < most * 0.93]
+def as_beta(values: np.ndarray, limit: float) -> Scaled:
+    """From -limit to limit, what the gate can reach, with the borders of the regimes on the bar."""
+    plain = linear(values, limit, signed=True)
+    marks = [(b / limit / 2 + 0.5, f"{b:g}") for b in (-0.5, 0.5, 1.0, 1.5, 2.0) if abs(b) < limit * 0.93]
     ends = [plain.ticks[0], plain.ticks[2], plain.ticks[4]]
-    return Scaled(plain.places, tuple(sorted([*ends, *marks])), plain.colours)
+    return replace(plain, ticks=tuple(sorted([*ends, *marks])), label="beta, over the whole range of the gate")
+
+
+def as_multiples(values: np.ndarray, unit: float) -> Scaled:
+    """Multiples of the slide's mean on a logarithmic scale: a flat map has the colour of 1 everywhere."""
+    most = math.log2(_MULTIPLES)
+    with np.errstate(divide="ignore"):
+        places, beyond = _placed(np.log2(values / (unit or 1.0)) / most / 2 + 0.5)
+    shown = [(-4, "1/16"), (-2, "1/4"), (-1, "1/2"), (0, "1"), (1, "2"), (2, "4"), (4, "16")]
+    ticks = tuple((power / most / 2 + 0.5, text) for power, text in shown)
+    return Scaled(places, ticks, _AROUND, "times the mean of the slide", beyond)
+
+
+def as_change(values: np.ndarray, unit: float) -> Scaled:
+    """Differences as shares of the slide's mean."""
+    plain = linear(values / (unit or 1.0), _CHANGE, signed=True)
+    ticks = tuple((place, f"{float(text):+.0%}".replace("%", " %")) for place, text in plain.ticks)
+    return replace(plain, ticks=ticks, label="share of the slide's mean")
+
+
+def by_percentile(values: np.ndarray, *, signed: bool = False) -> Scaled:
+    """Linear from the 1st to the 99th percentile of the slide, around zero where ``signed``."""
+    low, high = np.nanpercentile(values, [1, 99])
+    if signed:
+        high = float(np.nanpercentile(np.abs(values), 99)) or float(np.nanmax(np.abs(values))) or 1.0
+        low = -high
+    spread = high - low or 1.0
+    shown = np.linspace(0, 1, 6 if not signed else 5)
+    ticks = tuple(zip(shown.tolist(), distinct_labels(low + shown * spread), strict=True))
+    places, beyond = _placed((values - low) / spread)
+    return Scaled(places, ticks, _AROUND if signed else _UP, "stretched to this slide: percentiles 1 to 99", beyond)
+
+
+def _placed(places: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
+    known = places[np.isfinite(places) | np.isinf(places)]
+    slack = 1e-6  # of rounding
+    below, above = float((known < -slack).mean()), float((known > 1 + slack).mean())
+    return places.clip(0, 1), (below, above)
 
 
 def distinct_labels(values: np.ndarray) -> list[str]:
@@ -184,16 +223,46 @@ def distinct_labels(values: np.ndarray) -> list[str]:
 
 
 def describe_spread(values: np.ndarray) -> str:
-    """How uneven a map is: colours by rank have the same contrast however flat it is.
+    """How uneven a map is.
 
-    >>> describe_spread(np.array([1.0, 1.0, 4.0])), describe_spread(np.zeros(3))
-    ('lowest 0.5, highest 2 times the mean of the slide', 'zero everywhere')
+    >>> describe_spread(np.array([1.0, 1.0, 4.0])), describe_spread(np.zeros(3)), describe_spread(np.array([1.0, 1.001]))
+    ('lowest 0.5, highest 2 times the mean of the slide', 'zero everywhere', 'the same everywhere, within 0.1 %')
     """
     low, mean, high = np.nanmin(values), np.nanmean(values), np.nanmax(values)
     if not mean:
         return "zero everywhere"
+    if abs(high - low) < _FLAT * abs(mean):
+        return f"the same everywhere, within {abs(high - low) / abs(mean):.1%}".replace("%", " %")
     least, most = distinct_labels(np.array([low, high]) / mean)
     return f"lowest {least}, highest {most} times the mean of the slide"
+
+
+def is_quiet(one: PatchMap) -> bool:
+    """Whether next to nothing happens in a map: gates that are shut, a change or a spread below 2 % of the slide's mean."""
+    if one.regimes:
+        return bool(np.nanmax(np.abs(one.values)) < SHUT)
+    most = np.nanmax(np.abs(one.shown)) if one.signed else np.nanmax(one.shown) - np.nanmin(one.shown)
+    return one.shut or (one.unit is not None and bool(most <= _FLAT * one.unit))
+
+
+def describe(one: PatchMap) -> str:
+    """What a map says in numbers, in one line; a map in which nothing happens says so.
+
+    >>> describe(PatchMap("change", "", np.array([0.0, 1e-5]), signed=True, unit=0.1))
+    'nothing changes: at most 0.01 % of the mean of the slide'
+    """
+    size = np.abs(one.values)
+    if one.regimes:
+        quiet = f"nothing happens: beta is at most {np.nanmax(size):.2g}; " if is_quiet(one) else ""
+        return quiet + regime_shares(one.values)
+    if one.unit is None:
+        return "lowest {}, highest {}".format(*distinct_labels(np.array([np.nanmin(one.shown), np.nanmax(one.shown)])))
+    if not one.signed:
+        return describe_spread(one.shown)
+    most, mean = (f"{100 * share / (one.unit or 1.0):.2g} %" for share in (np.nanmax(size), np.nanmean(size)))
+    if is_quiet(one):
+        return f"nothing changes: at most {most} of the mean of the slide"
+    return f"at most {most}, on average {mean} of the mean of the slide"
 
 
 def regime_shares(values: np.ndarray) -> str:
@@ -257,19 +326,20 @@ def _panel(
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
 
-    if not np.isfinite(one.values).any():
-        raise UserError("no patch has a finite value. Nothing can be drawn.", where=one.title)
-    plain = by_percentile if percentile else by_rank
-    scaled = as_beta(one.values) if one.regimes else around_zero(one.values) if one.signed else plain(one.shown)
+    scaled = scaled_map(one, percentile=percentile)
     picture = colour(canvas.paint(patches, scaled.places), colormaps[scaled.colours], background)
     right, bottom = (o + s * canvas.scale for o, s in zip(canvas.origin, canvas.size, strict=True))
     axes.imshow(picture, interpolation="nearest", extent=(canvas.origin[0], right, bottom, canvas.origin[1]))
     axes.set(xticks=[], yticks=[])
-    bar = figure.colorbar(ScalarMappable(cmap=scaled.colours), ax=axes, shrink=0.8, ticks=[p for p, _ in scaled.ticks])
+    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    extend = ends[scaled.beyond[0] > 0, scaled.beyond[1] > 0]  # arrows on the bar where patches lie beyond it
+    marks = [place for place, _ in scaled.ticks]
+    bar = figure.colorbar(ScalarMappable(cmap=scaled.colours), ax=axes, shrink=0.8, ticks=marks, extend=extend)
     bar.ax.set_yticklabels([text for _, text in scaled.ticks], fontsize=8)
-    bar.set_label("raw values" if percentile or one.signed else "raw values, spaced by rank", fontsize=8)
-    if one.regimes or not one.signed:
-        axes.set_xlabel((regime_shares if one.regimes else describe_spread)(one.shown), fontsize=8)
+    bar.set_label(scaled.label, fontsize=8)
+    past = sum(scaled.beyond)
+    outside = f"; {past:.1%} of the patches lie beyond the colours".replace("%", " %") if past else ""
+    axes.set_xlabel(_wrapped(describe(one) + outside, 80), fontsize=8)
 
 
 def _wrapped(text: str, width: int) -> str:

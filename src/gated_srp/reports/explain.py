@@ -12,20 +12,21 @@ from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
 from gated_srp.progress import Progress, silent
+from gated_srp.reports.draw import is_quiet
 from gated_srp.reports.heatmap import draw_slide
 from gated_srp.reports.maps import SlideView, view_slide
 from gated_srp.slides.extract import extract
 from gated_srp.training.predict import predict
 
 _CARD = ("cohort", "arm", "seed", "task", "classes", "encoder", "best_epoch", "split_hash", "temperature")
-_OPEN = 0.05  # absolute beta below which a gate does next to nothing; the paper's regimes begin at 0.5
-_WHAT = {
-    "attention": "Where the model looked. Colours go by rank within the slide, so they differ even where attention hardly does: "
-    "the line below the map says by how much. The bar has the raw values.",
-    "change": "Patches that gained (red) or lost (blue) attention because of the gates.",
-    "beta": "The gates, layer by layer: above zero the part shared with the neighbours is removed, below zero it is amplified.",
-    "correction": "How much was changed in each patch.",
-    "homogeneity": "How similar a patch is to its neighbours.",
+MEANING = {
+    "attention": "Where the model looked, in multiples of the slide's mean: 1 is average, orange is more, purple is less. "
+    "The scale is the same for every slide.",
+    "change": "Patches that gained (orange) or lost (purple) attention because of the gates, as a share of the slide's mean attention.",
+    "beta": "The gates, layer by layer, over their whole range: above zero (orange) the part shared with the neighbours is removed, below "
+    "zero (purple) it is amplified, white leaves the patch as it is.",
+    "correction": "How much was changed in each patch, in multiples of the slide's mean.",
+    "homogeneity": "How similar a patch is to its neighbours: 1 means alike.",
 }
 
 
@@ -169,19 +170,9 @@ def _in_words(name: str, value: object) -> tuple[str, str]:
     return name, f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def closed_gates_warning(view: SlideView) -> str:
-    """A sentence where the gates hardly do anything: their maps are scaled to their own range and look strong all the same."""
-    sizes = [float(layer.beta.abs().max()) for layer in view.layers if layer.beta is not None]
-    if not sizes or max(sizes) >= _OPEN:
-        return ""
-    return (
-        f" The gates of this model have hardly opened (largest size {max(sizes):.2g}): this map shows next to nothing."
-    )
-
-
 def _sections(view: SlideView, file: Path, out: Path, image: Path | None) -> tuple[list[dict[str, Any]], list[Path]]:
     sections, written = [], []
-    for value, text in _WHAT.items():
+    for value, text in MEANING.items():
         try:
             drawn = draw_slide([view], file, out, value=value, image=image)
         except UserError:
@@ -189,9 +180,12 @@ def _sections(view: SlideView, file: Path, out: Path, image: Path | None) -> tup
                 raise
             continue  # a model without gates has no such map
         written += drawn.written
+        if value != "homogeneity" and all(is_quiet(one) for one in drawn.maps):
+            text += " Next to nothing happens in this map" + (
+                "." if value == "attention" else ": the gates of this model have hardly opened."
+            )
         shown = drawn.written if value == "attention" else drawn.written[:1]
         pictures = [base64.b64encode(path.read_bytes()).decode() for path in shown]
-        text += closed_gates_warning(view) if value in ("change", "beta", "correction") else ""
         sections.append({"name": value.capitalize(), "text": text, "pictures": pictures})
     return sections, written
 

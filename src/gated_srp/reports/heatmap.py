@@ -81,7 +81,7 @@ def heatmap(
         value: attention, beta, homogeneity, correction, change, or a CSV file with one score per patch.
         layer: which layer, from 1; attention is of the last one if not set, other values of all.
         head: which head, from 1; the mean over heads if not set.
-        percentile: colours linear from percentile 1 to 99 instead of by rank.
+        percentile: colours stretched to each slide, from percentile 1 to 99, instead of a fixed scale; the picture says so.
         wsi: the slide image; the one that the feature file names, if it exists.
         export: also write geojson (QuPath), csv, parquet or h5.
         stride: distance between patches, where the file's is wrong.

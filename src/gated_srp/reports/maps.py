@@ -19,9 +19,10 @@ from gated_srp.errors import Note, UserError
 from gated_srp.models import model_file
 from gated_srp.models.nystrom import DifferentialAttention
 from gated_srp.srp.module import GatedSRP
-from gated_srp.srp.trace import LayerTrace, trace
+from gated_srp.srp.trace import LayerTrace, set_gates, trace
 from gated_srp.training.trained import TrainedRun, open_slide
 
+SHUT = 0.05  # absolute beta below which a gate does next to nothing; the paper's regimes begin at 0.5
 SCORES = (".csv", ".tsv")  # endings of tables with a user's own scores
 
 
@@ -44,17 +45,21 @@ class Patches:
 
 @dataclass(frozen=True, eq=False)
 class PatchMap:
-    """One number per patch, (L,), raw. ``signed``: zero is the middle; ``regimes``: the numbers are betas.
+    """One number per patch, (L,), raw, and on which fixed scale it is shown, so that a map in which nothing happens shows nothing.
 
-    ``clipped``: values below zero (Nystrom's approximation of a small weight) are shown as zero.
+    ``signed``: zero is the middle. ``limit``: from -limit or 0 to limit. ``unit``: as multiples of this number, the slide's mean.
+    ``regimes``: the numbers are betas. ``clipped``: values below zero (Nystrom's approximation of a small weight) count as zero.
     """
 
     name: str  # for file names: attention_layer4
     title: str
     values: np.ndarray
     signed: bool = False
+    limit: float | None = None
+    unit: float | None = None
     regimes: bool = False
     clipped: bool = False
+    shut: bool = False  # the gate behind it does next to nothing
 
     @property
     def shown(self) -> np.ndarray:
@@ -71,6 +76,7 @@ class SlideView:
     trace_ungated: Callable[[], Sequence[LayerTrace]] | None  # None: the model has no gates
     homogeneity: np.ndarray  # (L,)
     signed: tuple[bool, ...]  # layers whose attention is a difference of two
+    limits: tuple[float, ...]  # of each layer: the size that its beta cannot exceed
     warnings: tuple[Note, ...]  # about the file
 
     @cached_property
@@ -109,11 +115,12 @@ def view_slide(
     gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
     ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
+    limits = tuple(m.correction.coefficient.largest if isinstance(m.correction, GatedSRP) else 0.0 for m in traced)
     label = f"{trained.card['settings'].get('arm', 'model')}, {model_file(run).resolve().parent.name}"
     homogeneity = bag.graph.homogeneity.numpy()
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
     warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
-    return SlideView(label, patches, layers, ungated, homogeneity, signed, warnings)
+    return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings)
 
 
 def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
@@ -123,15 +130,8 @@ def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]
 
 
 def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
-    """The model as if every beta were zero."""
-    held = [(m, m.correction) for m in model.modules() if isinstance(getattr(m, "correction", None), GatedSRP)]
-    try:
-        for module, _ in held:
-            module.correction = None  # type: ignore[assignment]
+    with set_gates(model, 0.0):
         return _trace(model, bag, mapped)
-    finally:
-        for module, correction in held:
-            module.correction = correction
 
 
 # Maps of a view -------------------------------------------------------------------------------------------------------
@@ -143,27 +143,37 @@ def attention(view: SlideView, layer: int | None, head: int | None) -> list[Patc
     values = _head(seen, head)
     name, title = _named("attention", number, head)
     if view.signed[number]:
+        unit = float(np.abs(values).mean())
+        positive = values.clip(0)
         return [
-            PatchMap(name, f"{title}, signed", values, signed=True),
-            PatchMap(f"{name}_positive", f"{title}, positive part", values.clip(0)),
+            PatchMap(name, f"{title}, signed", values, signed=True, unit=unit),
+            PatchMap(f"{name}_positive", f"{title}, positive part", positive, unit=float(positive.mean())),
         ]
-    return [PatchMap(name, title, values, clipped=True)]
+    return [PatchMap(name, title, values, unit=float(values.clip(0).mean()), clipped=True)]
 
 
 def beta(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
     """Of every layer that has a gate, or of one."""
     found = _layers_with(view, layer, [one.beta for one in view.layers], "beta")
-    return [PatchMap(*_named("beta", i, head), _head(seen, head), signed=True, regimes=True) for i, seen in found]
+    return [
+        PatchMap(*_named("beta", i, head), _head(seen, head), signed=True, limit=view.limits[i], regimes=True)
+        for i, seen in found
+    ]
+
+
+def _is_shut(layer: LayerTrace) -> bool:
+    return layer.beta is not None and float(layer.beta.abs().max()) < SHUT
 
 
 def correction(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
     """Length of what was removed, of every layer that has a gate, or of one."""
     found = _layers_with(view, layer, [one.correction for one in view.layers], "correction")
-    return [PatchMap(*_named("correction", i, head), _head(seen, head)) for i, seen in found]
+    lengths = [(_named("correction", i, head), _head(seen, head), _is_shut(view.layers[i])) for i, seen in found]
+    return [PatchMap(*named, values, unit=float(values.mean()), shut=shut) for named, values, shut in lengths]
 
 
 def homogeneity(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
-    return [PatchMap("homogeneity", "homogeneity: mean cosine to the neighbours", view.homogeneity)]
+    return [PatchMap("homogeneity", "homogeneity: mean cosine to the neighbours", view.homogeneity, limit=1.0)]
 
 
 def change(view: SlideView, layer: int | None, head: int | None) -> list[PatchMap]:
@@ -177,7 +187,8 @@ def change(view: SlideView, layer: int | None, head: int | None) -> list[PatchMa
     assert before is not None
     name, title = _named("change", number, head)
     title += ":\nattention gained (+) or lost (−) by the gates"
-    return [PatchMap(name, title, _head(seen - before, head), signed=True)]
+    unit = float(_head(before, head).clip(0).mean())
+    return [PatchMap(name, title, _head(seen - before, head), signed=True, unit=unit)]
 
 
 VALUES: dict[str, Callable[[SlideView, int | None, int | None], list[PatchMap]]] = {
@@ -269,7 +280,10 @@ def read_scores(path: Path, patches: Patches) -> PatchMap:
             where=path,
             cure="Expected one row per patch in the file's order, or columns x and y with the patches' top-left corners.",
         )
-    return PatchMap(str(column), f"{column} ({path.name})", values, signed=bool(np.nanmin(values) < 0))
+    signed, most = bool(np.nanmin(values) < 0), float(np.nanmax(np.abs(values)))
+    return PatchMap(
+        str(column), f"{column} ({path.name})", values, signed=signed, limit=max(most, 1.0 if most else 0.0)
+    )
 
 
 def _by_place(path: Path, places: np.ndarray, values: np.ndarray, patches: Patches) -> np.ndarray:

@@ -70,6 +70,11 @@ class Coefficient(nn.Module):
 
     live = False
 
+    @property
+    def largest(self) -> float:
+        """The size that beta does not exceed; colours of maps span it."""
+        return 2.0
+
     def forward(self, component: Tensor, norm: Tensor, graph: PatchGraph) -> Tensor:
         raise NotImplementedError
 
@@ -80,6 +85,10 @@ class FixedCoefficient(Coefficient):
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value = value
+
+    @property
+    def largest(self) -> float:
+        return abs(self.value)
 
     def forward(self, component: Tensor, norm: Tensor, graph: PatchGraph) -> Tensor:
         return torch.full_like(component, self.value)
@@ -177,6 +186,10 @@ class SignedGate(Coefficient):
                 if bias is not None:
                     logit = logit + wide(bias)
             return self.bound(logit, self.delta)
+
+    @property
+    def largest(self) -> float:
+        return float(self.bound(torch.tensor(1e4), self.delta))
 
     def _token_inputs(self, norm: Tensor, graph: PatchGraph) -> list[Tensor]:
         """d_tok = [h_local, m / K, log(1 + m)], Eq. 9: (R,) each."""
