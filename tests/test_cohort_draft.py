@@ -1,9 +1,10 @@
 """`gated-srp init`: what can be seen is set, doubt is a choice in a comment, and nothing is written over."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from factories import make_slide, write_atlaspatch, write_trident
+from factories import make_slide, write_atlaspatch, write_h5, write_trident
 from typer.testing import CliRunner
 
 import gated_srp
@@ -154,3 +155,17 @@ def test_a_draft_shows_its_path_text_and_notes(home):
     assert draft.path == home / "c.yaml" and draft.path.read_text() == draft.text
     assert "encoder uni_v2" in [note.what for note in draft.notes]
     assert "c.yaml" in draft._repr_html_() and "target: label" in draft._repr_html_()
+
+
+def test_several_encoders_and_slide_embeddings_leave_the_slides_recognisable(home):
+    for i in range(6):
+        write_trident(home / "job", f"s{i}", make_slide(i), encoder="conch_v15")
+        write_h5(home / "job/20x_256px_0px_overlap/slide_features_titan" / f"s{i}.h5", features=np.zeros(768, "f4"))
+    draft = draft_cohort(home / "job", table(home, label=list("ababab")), home / "cohort.yaml")
+    assert "slide: slide_id      # 6 of 6 name a file" in draft.text and "titan" not in draft.text
+    assert [line for line in draft.lines if "encoder" in line and "files" in line] == [
+        "# encoder: conch_v15      # 6 files",
+        "# encoder: uni_v2      # 6 files",
+    ]
+    said = "6 slide embeddings, one vector per slide, are left out (slide_features_titan)"
+    assert said in [note.what for note in draft.notes]

@@ -18,7 +18,7 @@ import yaml
 
 from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.files.formats import read_header
-from gated_srp.data.files.siblings import encoder_of_folder, find_bags
+from gated_srp.data.files.siblings import embeddings_left_out, encoder_of_folder, look_into, nothing_found
 from gated_srp.data.matching import match_slides
 from gated_srp.data.spreadsheet import USUAL, Columns, read_frame, resolve_columns, usual_columns
 from gated_srp.errors import Note, UserError
@@ -117,16 +117,16 @@ def init(
 def draft_cohort(folder: Path, table: Path, out: Path, *, sheet: str | None = None) -> Draft:
     """As `init`, without writing the file."""
     home = out.absolute().parent
-    files = find_bags(folder)
+    files, embeddings = look_into(folder)
     if not files:
-        cure = "Point at the folder of an extraction (.h5, .pt, .npz, ...)."
-        raise UserError("no feature file in it", where=folder, cure=cure, kind="missing")
+        raise nothing_found(folder)
     frame, notes = read_frame(table, sheet=sheet)
     draft = Draft(out)
     draft.say(f"Written by `gated-srp init {folder} {table}`. Paths are relative to this file. Next: gated-srp check")
     draft.put("name", _name(folder, table))
     draft.say()
-    _put_features(draft, folder, files, home)
+    files = _put_features(draft, folder, files, home)
+    draft.notes += embeddings_left_out(embeddings)
     draft.say()
     draft.put("table", _path(table, home), f"{len(frame)} rows, {len(frame.columns)} columns")
     if sheet is not None:
@@ -141,8 +141,8 @@ def draft_cohort(folder: Path, table: Path, out: Path, *, sheet: str | None = No
     return draft
 
 
-def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path) -> None:
-    """The folder and its encoder, from every file's folder and from the headers of some files."""
+def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path) -> list[Path]:
+    """The folder and its encoder, from every file's folder and from the headers of some files; gives the files of one encoder."""
     headers, broken = _headers(files)
     said = Counter(encoder_of_folder(path) or "" for path in files)
     for header in headers:
@@ -168,6 +168,7 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
         unusable = f"{len(others)} of {len(headers) + len(broken)} files looked at cannot be used"
         draft.say(f"{unusable}; `gated-srp check` names all.")
         draft.saw(f"{unusable}: {others[0]}")
+    return [path for path in files if len(names) < 2 or encoder_of_folder(path) in (None, names[0])]
 
 
 def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:

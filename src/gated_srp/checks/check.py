@@ -15,7 +15,7 @@ from gated_srp.checks import findings as found_by
 from gated_srp.checks.survey import FileFacts, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
-from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
@@ -134,13 +134,15 @@ def _check_cohort(
     trouble: list[Note] = []
     data, files = None, list[Path]()
     try:
-        files = find_files(config)
-        data = open_cohort(config, files)
+        found = find_files(config)
+        files, notes = found
+        trouble += notes
+        data = open_cohort(config, found)
         files = list(data.matches.found.values())
     except UserError as error:
         trouble.append(found_by.of_error(error, "cohort"))
-    facts, summary, found = _look(files, preparation(config), deep=deep, progress=progress)
-    trouble += found
+    facts, summary, of_files = _look(files, preparation(config), deep=deep, progress=progress)
+    trouble += of_files
     if data is not None:
         splits, errors = _splits(data, seeds)
         broken = [file.path for file in facts if not file.usable]
@@ -159,12 +161,11 @@ def _check_cohort(
 
 def _check_folder(folder: Path, *, deep: bool, progress: Progress) -> Check:
     """The feature files of a folder alone: no table, no splits."""
-    files = find_bags(folder)
+    files, embeddings = look_into(folder)
     if not files:
-        cure = "Point at the folder of an extraction, or at a cohort.yaml."
-        raise UserError("no feature file in it", where=folder, cure=cure, kind="missing")
+        raise nothing_found(folder)
     facts, summary, found = _look(files, Preparation(), deep=deep, progress=progress)
-    return Check(folder.name, summary, _sorted(found), tuple(facts))
+    return Check(folder.name, summary, _sorted([*found, *embeddings_left_out(embeddings)]), tuple(facts))
 
 
 def _look(

@@ -12,6 +12,7 @@ Out = Annotated[Path | None, Option(help="Where runs are written, instead of the
 Change = Annotated[list[str] | None, Option("--set", help="A setting, e.g. --set train.workers=4.")]
 Repeats = Annotated[int, Option(min=1, help="How often patients are resampled.")]
 Stride = Annotated[float | None, Option(help="Distance between patches, where the file's is wrong.")]
+Coords = Annotated[Path | None, Option(help="Folder of the positions, where it is not beside the features.")]
 Force = Annotated[
     bool,
     Option("--force", help="Go on with another stride, or an encoder's name that we do not know, than in training."),

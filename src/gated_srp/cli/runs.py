@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Change, Cohort, Force, Out, Repeats, Run, Stride
+from gated_srp.cli.options import Change, Cohort, Coords, Force, Out, Repeats, Run, Stride
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import Interrupted, Note, UserError, counted
 
@@ -61,6 +61,7 @@ def predict(
     output: Annotated[Path, Option("--out", "-o", help="Where to write the table.")] = Path("predictions.csv"),
     features_key: Annotated[str | None, Option(help="Name of the feature array, where it is unusual.")] = None,
     coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
+    coords: Coords = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -75,7 +76,7 @@ def predict(
     files = files_for(trained[0], features)
     say(f"model: {trained[0]}\n{counted(len(files), 'file')} in {features}", err=True)
     with show_progress() as progress:
-        keys = {"features_key": features_key, "coords_key": coords_key}
+        keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "coords": coords}
         found = run(trained, files, **keys, stride=stride, force=force, workers=workers, progress=progress)
     _say(found.notes, found.skipped)
     table = found.table

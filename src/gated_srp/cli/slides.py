@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Force, Magnification, Run, Size, Stride
+from gated_srp.cli.options import Coords, Force, Magnification, Run, Size, Stride
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 
 
@@ -86,6 +86,7 @@ def heatmap(
     export: Annotated[
         list[str] | None, Option(help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
     ] = None,
+    coords: Coords = None,
     stride: Stride = None,
     force: Force = False,
     output: Annotated[Path, Option("--out", "-o", help="Folder of the pictures.")] = Path("heatmap"),
@@ -104,6 +105,7 @@ def heatmap(
             percentile=percentile,
             wsi=wsi,
             export=export or (),
+            coords=coords,
             stride=stride,
             force=force,
             out=output,

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import pandas as pd
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.matching import Matches, match_slides
-from gated_srp.data.prepared import Preparation
+from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, k_folds, own_split, site_folds
 from gated_srp.data.spreadsheet import Columns
 from gated_srp.data.table import Table, read_table
@@ -132,6 +132,7 @@ class CohortConfig(_Section):
     labels: Path | None = None
     features: Annotated[tuple[Path, ...], BeforeValidator(_tupled)] = ()
     images: Annotated[ImagesConfig | None, _section("folder")] = None
+    coords: Path | None = None
     encoder: str | None = None
     table: Path | None = None
     slides: Path | None = None
@@ -186,7 +187,7 @@ class CohortConfig(_Section):
         return self
 
     def _check_images(self, size: int, patch: int) -> None:
-        of_features = ("features", "encoder", "stride", "coords_key", "features_key", "cap")
+        of_features = ("features", "coords", "encoder", "stride", "coords_key", "features_key", "cap")
         if set_too := [key for key in of_features if getattr(self, key)] + (["cache"] if self.cache.folder else []):
             key = set_too[0]
             raise ValueError(f"images and {key} are both set; {key} is for feature files, keep one of them")
@@ -222,7 +223,7 @@ class CohortConfig(_Section):
     @property
     def reading(self) -> dict[str, Any]:
         """Keyword arguments of `read_bag` and `read_header`."""
-        return {key: getattr(self, key) for key in ("encoder", "features_key", "coords_key", "stride")}
+        return {key: getattr(self, key) for key in READING}
 
     def gate(self, arm: str = "gated_srp") -> Gate:
         """Range and width of an arm's gate: the user's, else the paper's for cohort, encoder and trunk, else 1 and 64."""
@@ -256,11 +257,12 @@ class CohortData:
     config: CohortConfig
     table: Table
     matches: Matches
+    left_out: tuple[Note, ...] = ()  # files that are no features of patches
 
     @cached_property
     def notes(self) -> tuple[Note, ...]:
         """How the table was read and which slides have no file."""
-        return (*self.table.notes, *(Note("note", "files", line) for line in self.matches.report()))
+        return (*self.table.notes, *self.left_out, *(Note("note", "files", line) for line in self.matches.report()))
 
     def split(self, seed: int, fold: int = 0) -> Split:
         """The split of a seed (and of a fold): imported, published, or drawn by patient."""
@@ -291,9 +293,16 @@ class CohortData:
         return frame.dropna(subset=["file", "part"]).reset_index(drop=True)
 
 
-def open_cohort(config: CohortConfig, files: Iterable[Path] | None = None) -> CohortData:
-    """Read the table and find each slide's file; ``files`` are those to choose from (images, say), else `find_files`."""
-    found = find_files(config) if files is None else list(files)
+class FoundFiles(NamedTuple):
+    """The feature files of a cohort, or its images, and what is to be said of others."""
+
+    files: list[Path]
+    notes: tuple[Note, ...] = ()
+
+
+def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> CohortData:
+    """Read the table and find each slide's file; ``files`` are those to choose from, where they were found already."""
+    found, notes = files or find_files(config)
     table = read_labels(config, found)
     matches = match_slides(list(table.frame["slide"]), found)
     if not matches.found:
@@ -301,13 +310,13 @@ def open_cohort(config: CohortConfig, files: Iterable[Path] | None = None) -> Co
         what = f"none of {len(table.frame)} slides has a file of its name: {example}"
         cure = f"Check `slide` and `{'images' if config.images else 'features'}`."
         raise UserError(what, cure=cure, kind="matching")
-    data = CohortData(config, table, matches)
+    data = CohortData(config, table, matches, notes)
     for note in data.notes:
         logging.getLogger(__name__).debug("%s: %s", config.name, note)
     return data
 
 
-def find_files(config: CohortConfig) -> list[Path]:
+def find_files(config: CohortConfig) -> FoundFiles:
     """All feature files of the cohort's folders, or its images."""
     if config.images is not None:
         if config.images.folder is None:
@@ -315,16 +324,15 @@ def find_files(config: CohortConfig) -> list[Path]:
             raise UserError("`images` is not set", where=config.name, cure=cure, kind="setting")
         from gated_srp.data.files.images import find_images
 
-        return find_images(config.images.folder)
+        return FoundFiles(find_images(config.images.folder))
     if not config.features:
         cure = "Name the folder of the feature files."
         raise UserError("`features` is not set", where=config.name, cure=cure, kind="setting")
-    found = [path for folder in config.features for path in find_bags(folder, encoder=config.encoder)]
-    if not found:
-        of = f" of {config.encoder}" if config.encoder else ""
-        cure, where = "Check `features` and `encoder`.", ", ".join(map(str, config.features))
-        raise UserError(f"no feature file{of} in it", where=where, cure=cure, kind="missing")
-    return found
+    folders = [look_into(folder, encoder=config.encoder) for folder in config.features]
+    if not any(folder.bags for folder in folders):
+        raise nothing_found(config.features[0], encoder=config.encoder)
+    notes = embeddings_left_out([path for folder in folders for path in folder.embeddings])
+    return FoundFiles([path for folder in folders for path in folder.bags], notes)
 
 
 def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:

@@ -54,12 +54,14 @@ class BagCache:
     def entry(self, path: Path, settings: Preparation) -> Path:
         """Where the bag of this file with these settings is kept."""
         facts = {"format": FORMAT, "path": str(path.resolve()), **asdict(settings)}
+        coords = facts.pop("coords")  # unknown to version 0.1, whose entries stay valid
+        facts |= {"coords": str(coords.resolve())} if coords else {}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
         return self.folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.stem)[:80]}-{digest}.safetensors"
 
     def read(self, path: Path, settings: Preparation) -> PreparedBag:
         """The prepared bag, from its entry if there is a good one, else made and kept."""
-        entry, identity = self.entry(path, settings), identify(path)
+        entry, identity = self.entry(path, settings), identify(path, settings.coords)
         found = _load(entry, path, identity, check=entry not in self.sound)
         if found is None:
             bag = prepare(path, settings)
@@ -86,9 +88,9 @@ class BagCache:
         return True
 
 
-def identify(path: Path) -> str:
+def identify(path: Path, coords: Path | None = None) -> str:
     """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
-    files = [path, *position_files(path), path.parent / "bags_config.json"]
+    files = [path, *position_files(path, coords), path.parent / "bags_config.json"]
     with suppress(OSError):  # a missing file is reported by the reader
         if path.is_dir():
             files += sorted(path.rglob("*"))

@@ -19,6 +19,7 @@ from gated_srp.srp.graph import PatchGraph
 if TYPE_CHECKING:
     from gated_srp.data.files.images import ImageGrid
 
+READING = ("encoder", "features_key", "coords_key", "coords", "stride")  # arguments of `read_bag`
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -32,6 +33,7 @@ class Preparation:
     encoder: str | None = None
     features_key: str | None = None
     coords_key: str | None = None
+    coords: Path | None = None
     stride: float | None = None
     window: int = 3
     lattice: Literal["floor", "exact"] = "floor"
@@ -43,7 +45,7 @@ class Preparation:
     @property
     def reading(self) -> dict[str, Any]:
         """Keyword arguments of `read_bag`."""
-        return {key: getattr(self, key) for key in ("encoder", "features_key", "coords_key", "stride")}
+        return {key: getattr(self, key) for key in READING}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from gated_srp.data.files.formats import read_header
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
+from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_image
 from gated_srp.models import load_card, model_file
@@ -68,6 +68,7 @@ def heatmap(
     percentile: bool = False,
     wsi: str | Path | None = None,
     export: Sequence[str] = (),
+    coords: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     out: str | Path = "heatmap",
@@ -84,6 +85,7 @@ def heatmap(
         percentile: colours stretched to each slide, from percentile 1 to 99, instead of a fixed scale; the picture says so.
         wsi: the slide image; the one that the feature file names, if it exists.
         export: also write geojson (QuPath), csv, parquet or h5.
+        coords: the folder of the positions, where it is not beside the features.
         stride: distance between patches, where the file's is wrong.
         force: as in `predict`: draw files with another stride, or an encoder's name that we do not know, than in training.
         out: folder of the pictures.
@@ -99,7 +101,8 @@ def heatmap(
     paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     image = None if wsi is None else Path(wsi)
     shown: dict[str, Any] = {"value": str(value), "layer": layer, "head": head, "percentile": percentile}
-    shown |= {"image": image, "export": export, "stride": stride}
+    reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
+    shown |= {"image": image, "export": export, "reading": reading}
     if unknown := [name for name in export if name not in WRITERS]:
         raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")
     files = feature_files(Path(features), paths)
@@ -113,7 +116,7 @@ def heatmap(
     warnings: dict[Note, None] = {}
     for number, file in enumerate(files, 1):
         try:
-            views = [view_slide(run, file, stride=stride, layer=layer, force=force) for run in paths]
+            views = [view_slide(run, file, reading=reading, layer=layer, force=force) for run in paths]
             drawn.append(draw_slide(views, file, Path(out), **shown))
             warnings |= {note: None for view in views for note in view.warnings}
         except UserError as error:
@@ -173,7 +176,7 @@ def draw_slide(
     percentile: bool = False,
     image: Path | None = None,
     export: Sequence[str] = (),
-    stride: float | None = None,
+    reading: Preparation = Preparation(),  # noqa: B008 - frozen
 ) -> SlideHeatmap:
     """As `heatmap`, of one slide that the models have seen already. Without views the value must be a CSV of scores."""
     panels: list[_Panel] = []
@@ -181,7 +184,7 @@ def draw_slide(
         found = maps.maps_of(view, value, layer=layer, head=head)
         table = {**(maps.all_values(view) if export else {}), **{one.name: one.values for one in found}}
         panels += [_Panel(f"{view.run}\n{one.title}", view.patches, one, table, run) for one in found]
-    panels = panels or [_score_panel(file, value, stride)]
+    panels = panels or [_score_panel(file, value, reading)]
     own = panels[0].patches
     image, slide = find_image(own, image), None
     if image is not None:
@@ -209,11 +212,11 @@ def draw_slide(
     return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels))
 
 
-def _score_panel(file: Path, value: str, stride: float | None) -> _Panel:
+def _score_panel(file: Path, value: str, reading: Preparation) -> _Panel:
     if Path(value).suffix.lower() not in maps.SCORES:
         cure = "Expected RUN... FEATURES."
         raise UserError("shows a model, but no run was named", where=f"--value {value}", cure=cure)
-    patches = Patches.of(read_header(file, stride=stride))
+    patches = Patches.of(open_header(file, reading))
     one = read_scores(Path(value), patches)
     return _Panel(f"column {one.name}", patches, one, {one.name: one.values})
 

@@ -86,11 +86,17 @@ class SlideView:
 
 
 def view_slide(
-    run: Path, file: Path, *, stride: float | None = None, layer: int | None = None, force: bool = False
+    run: Path,
+    file: Path,
+    *,
+    reading: Preparation = Preparation(),  # noqa: B008 - frozen
+    layer: int | None = None,
+    force: bool = False,
 ) -> SlideView:
     """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows.
 
-    A file that does not fit the model is refused as `gated_srp.predict` does, and ``force`` means the same.
+    A file that does not fit the model is refused as `gated_srp.predict` does, and ``force`` means the same. ``reading``: how to
+    read the file, where that is not plain.
     ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
     """
     trained = TrainedRun.open(run)
@@ -100,7 +106,6 @@ def view_slide(
             where=run,
             cure="`gated_srp.trace` returns its attention and beta per patch, in Python.",
         )
-    reading = Preparation(stride=stride)
     bag = open_slide(trained, file, reading=reading, force=force)
     settings = trained.preparation(reading)
     header = open_header(file, settings)

@@ -252,7 +252,7 @@ def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], Preparation]:
     config = load_config(cohort)
     if config.table or config.labels:
         return config.name, list(open_cohort(config).matches.found.items()), preparation(config)
-    return config.name, [(slide_stem(path), path) for path in find_files(config)], preparation(config)
+    return config.name, [(slide_stem(path), path) for path in find_files(config).files], preparation(config)
 
 
 def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str, unit: str = "slide") -> list[Path]:

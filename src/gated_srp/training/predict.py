@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 
 from gated_srp.data.files.images import find_images
-from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.files.siblings import find_bags, nothing_found
 from gated_srp.data.loader import BagLoader, SlideBag
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
@@ -83,6 +83,7 @@ def predict(
     *,
     features_key: str | None = None,
     coords_key: str | None = None,
+    coords: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
@@ -95,6 +96,7 @@ def predict(
         features: a folder of feature files (of images, for a model of images), one file, or a list of files.
         features_key: name of the feature array, where it is unusual.
         coords_key: name of the array of positions, where it is unusual.
+        coords: the folder of the positions, where it is not beside the features.
         stride: distance between patches, where what the file says is wrong.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
         workers: processes that read ahead.
@@ -113,7 +115,8 @@ def predict(
     members = open_runs(several)
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
     slides = pd.DataFrame({"slide": slide_names(files), "file": [str(file) for file in files]})
-    reading = Preparation(features_key=features_key, coords_key=coords_key, stride=stride)
+    where = Path(coords) if coords else None
+    reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
     found = run_models(
         members, slides.assign(case=slides["slide"]), reading=reading, force=force, workers=workers, progress=progress
     )
@@ -132,9 +135,7 @@ def files_for(run: TrainedRun, place: str | Path) -> list[Path]:
         return find_images(place)
     found = find_bags(place, encoder=run.encoder) or find_bags(place)  # only others: each is refused with its reason
     if not found:
-        raise UserError(
-            "no feature file in it", where=place, cure="Expected a folder of feature files, or one of them."
-        )
+        raise nothing_found(place)
     return found
 
 

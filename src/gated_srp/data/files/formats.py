@@ -22,6 +22,7 @@ from gated_srp.data.files.siblings import (
     is_known,
     known_widths,
     may_be_same,
+    only_positions,
     read_positions,
 )
 from gated_srp.data.files.stride import lattice_of, number, stamp_positions, text
@@ -37,6 +38,7 @@ def read_bag(
     encoder: str | None = None,
     features_key: str | None = None,
     coords_key: str | None = None,
+    coords: str | Path | None = None,
     stride: float | None = None,
 ) -> Bag:
     """Read one slide's features and patch positions from any tool's file.
@@ -45,6 +47,7 @@ def read_bag(
         path: .h5, .hdf5, .pt, .pth, .npz, .npy, .safetensors or .zarr; positions may be in a file beside it.
         encoder: which features, where a file holds several (any spelling).
         features_key, coords_key: names of the arrays, where they are unusual.
+        coords: the folder of the files that hold the positions, where that is not beside the features.
         stride: overrules the one declared in the file and the one observed in the coordinates.
 
     Returns:
@@ -56,7 +59,7 @@ def read_bag(
         (torch.Size([5213, 1536]), 512.0, 'declared on coords (patch_size_level0), agrees with coordinates')
     """
     with opened(Path(path)) as file:
-        key, header = _describe(file, encoder, features_key, coords_key, stride)
+        key, header = _describe(file, encoder, (features_key, coords_key), coords, stride)
         features = file.read(key)
     features = features.reshape(header.shape).to(header.dtype)  # (N, C); a leading batch axis goes
     return Bag(features=features, **{field.name: getattr(header, field.name) for field in fields(header)})
@@ -68,22 +71,27 @@ def read_header(
     encoder: str | None = None,
     features_key: str | None = None,
     coords_key: str | None = None,
+    coords: str | Path | None = None,
     stride: float | None = None,
 ) -> BagHeader:
     """As `read_bag`, without the feature array: positions and metadata of many files in little time."""
     with opened(Path(path)) as file:
-        return _describe(file, encoder, features_key, coords_key, stride)[1]
+        return _describe(file, encoder, (features_key, coords_key), coords, stride)[1]
 
 
 def _describe(
-    file: Container, encoder: str | None, features_key: str | None, coords_key: str | None, stride: float | None
+    file: Container,
+    encoder: str | None,
+    keys: tuple[str | None, str | None],
+    coords: str | Path | None,
+    stride: float | None,
 ) -> tuple[str, BagHeader]:
     """The name of the feature array and the header; what can be refused is refused before the features are read."""
     names = file.names()
-    key = _features_name(file, names, encoder, features_key)
+    key = _features_name(file, names, encoder, keys[0])
     root, own = file.attrs(), file.attrs(key)
     shape, dtype = _feature_shape(file, key, text(root, "feat_type"))
-    positions = read_positions(file, names, coords_key)
+    positions = read_positions(file, names, keys[1], Path(coords) if coords else None)
     if len(positions.values) != shape[0]:
         if shape[0] == 1:
             what = f"this is a slide embedding: one row of features for {len(positions.values)} positions"
@@ -133,6 +141,10 @@ def _features_name(file: Container, names: Sequence[str], encoder: str | None, f
             return _of_encoder(file, inside, encoder)
     if features_key and file.has(features_key):
         return features_key
+    if not features_key and only_positions(names):
+        what = f"positions but no features (found: {listed})"
+        cure = "Point at the folder of the features (CLAM: pt_files, which then finds these positions)."
+        raise file.error("no_features", what, cure)
     looked = features_key or ", ".join(_FEATURES)
     cure = "Name the key with features_key, or run the tool's feature extraction."
     raise file.error("no_features", f"no features (found: {listed}; looked for {looked})", cure)

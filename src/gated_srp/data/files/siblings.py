@@ -16,13 +16,16 @@ from torch import Tensor
 
 from gated_srp.data.bag import BagError
 from gated_srp.data.files.containers import CONTAINERS, Container, opened
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 
 _POSITION_FOLDERS = ("patches", "coords", "coordinates")
 # torchmil keeps one array per file; the folder says which.
 _NOT_FEATURES = {"coords", "coordinates", "labels", "patch_labels", "inst_labels"}
 _PAIRS = {"pt_files": "h5_files", "feats_pt": "feats_h5"}
 _COORDS = ("coords", "coordinates")
+_ENDS = ("_patches.h5", ".h5", ".npy", ".npz", ".index.npz")  # of a file of positions, after the slide's name
+_EMBEDDINGS = "slide_features"  # begins TRIDENT's folders of one vector per slide
+_HDF5 = (".h5", ".hdf5")
 _LARGEST = 2**53  # beyond it a float coordinate is no whole number
 
 Places = list[tuple[str, dict[str, Any]]]  # places and the attributes found there
@@ -36,13 +39,17 @@ class Positions(NamedTuple):
     side: float | None = None  # of a patch, where the file holds bounds
 
 
-def position_files(path: Path) -> Iterator[Path]:
-    """Existing files that may hold the positions of this bag's patches, the likeliest first."""
-    return filter(Path.is_file, _position_places(path))
+def position_files(path: Path, coords: Path | None = None) -> Iterator[Path]:
+    """Existing files that may hold the positions of this bag's patches, the likeliest first; ``coords``: in this folder alone."""
+    return filter(Path.is_file, _position_places(path, coords))
 
 
-def _position_places(path: Path) -> Iterator[Path]:
+def _position_places(path: Path, coords: Path | None) -> Iterator[Path]:
     stem, up = path.stem, path.parent.parent
+    if coords is not None:
+        homes = (coords, *(coords / folder for folder in _POSITION_FOLDERS))
+        yield from (home / f"{stem}{end}" for home in homes for end in _ENDS)
+        return
     yield from (path.with_name(f"{stem}.index.npz"), path.with_name(f"{stem}_patches.h5"))
     if path.suffix.lower() != ".h5":
         yield path.with_suffix(".h5")
@@ -52,36 +59,41 @@ def _position_places(path: Path) -> Iterator[Path]:
         for folder in _POSITION_FOLDERS:
             here = level / folder
             if here != path.parent:
-                yield from (here / f"{stem}{end}" for end in ("_patches.h5", ".h5", ".npy", ".npz"))
+                yield from (here / f"{stem}{end}" for end in _ENDS[:4])
 
 
-def read_positions(file: Container, names: Sequence[str], coords_key: str | None) -> Positions:
-    """Positions from the file itself, else from a file beside it."""
+def read_positions(
+    file: Container, names: Sequence[str], coords_key: str | None, coords: Path | None = None
+) -> Positions:
+    """Positions from the file itself, else from a file beside it; from the folder ``coords`` alone where one is named."""
     if coords_key:
         name = coords_key if coords_key in names or file.has(coords_key) else None
     else:
         name = next((n for n in _COORDS if n in names), None)
-    if name is not None:
+    if name is not None and coords is None:
         return _tidy(file, name, [("coords", file.attrs(name))])
-    for beside in () if coords_key else position_files(file.path):
+    for beside in () if coords_key and coords is None else position_files(file.path, coords):
         try:
             with opened(beside) as other:
-                found = _beside(other)
+                found = _beside(other, coords_key)
         except BagError as error:
             what = f"its positions cannot be read: {error.where}: {error.what}"
             raise file.error(error.kind, what, error.cure) from error
         if found:
             return found
     stem = file.path.stem
+    if coords is not None:
+        what = f"no positions in {coords} (looked for {', '.join(f'{stem}{end}' for end in _ENDS)})"
+        raise file.error("no_coords", what, "Correct `coords`, or leave the slide out with `exclude`.")
     raise file.error(
         "no_coords",
         f"no '{coords_key or 'coords'}' (found: {', '.join(names) or 'nothing'}), and no positions beside it "
-        f"({stem}.index.npz, h5_files/{stem}.h5, patches/{stem}_patches.h5)",
-        "Gated SRP needs patch positions; name the key with coords_key, or extract again.",
+        f"({stem}.index.npz, h5_files/{stem}.h5, patches/{stem}_patches.h5, patches/{stem}.h5)",
+        "Gated SRP needs patch positions; name their folder with `coords`, the key with coords_key, or extract again.",
     )
 
 
-def _beside(other: Container) -> Positions | None:
+def _beside(other: Container, coords_key: str | None) -> Positions | None:
     names = other.names()
     if other.path.name.endswith(".index.npz"):
         # slideflow's index of a bag; with `locations` it is a TFRecord's, whose arr_0 are byte offsets.
@@ -89,7 +101,7 @@ def _beside(other: Container) -> Positions | None:
             return None
         return _tidy(other, "arr_0", [("coords", {})])._replace(centres=True)
     lone = ("features", "arr_0") if other.path.suffix in (".npy", ".npz") else ()  # the folder says what the array is
-    name = next((n for n in (*_COORDS, *lone) if n in names), None)
+    name = next((n for n in (coords_key, *_COORDS, *lone) if n in names), None)
     if name is None:
         return None
     where = other.path.name
@@ -120,17 +132,60 @@ def _tidy(file: Container, name: str, places: Places) -> Positions:
 # Feature files of a folder -------------------------------------------------------------------------------------------
 
 
+class Folder(NamedTuple):
+    """The feature files below a folder, sorted, and the slide embeddings among them that were left out."""
+
+    bags: list[Path]
+    embeddings: list[Path]
+
+
 def find_bags(folder: str | Path, *, encoder: str | None = None) -> list[Path]:
-    """All feature files below a folder, sorted; positions without features and other sidecars are left out.
+    """All feature files below a folder, sorted; positions without features, slide embeddings and other sidecars are left out.
 
     Links to folders are followed, each real folder once. ``encoder`` leaves out folders that name another one.
     """
+    return look_into(folder, encoder=encoder).bags
+
+
+def look_into(folder: str | Path, *, encoder: str | None = None) -> Folder:
+    """As `find_bags`, with what a user should be told was left out."""
     folder = Path(folder)
     if not folder.is_dir():
         cure = f"Expected a folder of feature files ({', '.join(CONTAINERS)})."
         raise UserError("no such folder", where=folder, cure=cure, kind="missing")
-    bags = filter(_is_bag, _walk(folder))
-    return sorted(path for path in bags if not encoder or may_be_same(encoder_of_folder(path) or encoder, encoder))
+    files = sorted(filter(_may_be_bag, _walk(folder)))
+    embeddings = [path for path in files if path.parent.name.startswith(_EMBEDDINGS)]
+    files = [path for path in files if not path.parent.name.startswith(_EMBEDDINGS)]
+    arrays = {path.stem for path in files if path.suffix.lower() not in _HDF5}
+    bags = {path for path in files if not (_doubtful(path, arrays) and _positions_alone(path))}
+    bags -= {path for path in bags if path.suffix.lower() not in _HDF5 and bags.intersection(_twins(path))}
+    wanted = (path for path in bags if not encoder or may_be_same(encoder_of_folder(path) or encoder, encoder))
+    return Folder(sorted(wanted), embeddings)
+
+
+def embeddings_left_out(embeddings: Sequence[Path]) -> tuple[Note, ...]:
+    """What to say of them, if there are any."""
+    if not embeddings:
+        return ()
+    folders = sorted({path.parent.name for path in embeddings})
+    what = f"{len(embeddings):,} slide embeddings, one vector per slide, are left out ({', '.join(folders)})"
+    return (Note("note", "slide_embeddings", what, cure="Nothing to do: Gated SRP reads features of patches."),)
+
+
+def nothing_found(folder: str | Path, *, encoder: str | None = None) -> UserError:
+    """Why no feature file was found in a folder, and what to do."""
+    cure = "Point at the folder of an extraction (.h5, .pt, .npz, ...), or at a cohort.yaml."
+    found = look_into(folder)
+    if encoder and found.bags:
+        names = sorted({name for path in found.bags if (name := encoder_of_folder(path))})
+        what = f"no feature file of {encoder} in it, but {len(found.bags)} of {', '.join(names)}"
+        return UserError(what, where=folder, cure="Correct `encoder`, or point `features` elsewhere.", kind="missing")
+    if found.embeddings:
+        several = "s" if len(found.embeddings) > 1 else ""
+        what = f"{len(found.embeddings)} slide embedding{several}, one vector per slide, but no features of patches"
+        cure = "Gated SRP needs patches; point at the folder of patch features."
+        return UserError(what, where=folder, cure=cure, kind="slide_embedding")
+    return UserError("no feature file in it", where=folder, cure=cure, kind="missing")
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -146,32 +201,49 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(".zarr"))
 
 
-def _is_bag(path: Path) -> bool:
+def _may_be_bag(path: Path) -> bool:
+    """By its name alone."""
     ending, home = path.suffix.lower(), path.parent.name
     if ending not in CONTAINERS or path.name.startswith(".") or path.name.endswith(".index.npz"):
         return False
     if ending == ".npy" and home in _NOT_FEATURES:
         return False
-    if home in _PAIRS and (path.parent.parent / _PAIRS[home] / f"{path.stem}.h5").is_file():
-        return False  # the same features with their positions
     try:
         path.stat()
     except FileNotFoundError:  # a dangling link
         return False
     except OSError:  # a link that loops is kept, so that it is reported
         return path.is_symlink()
-    # AtlasPatch keeps features in patches/, CLAM keeps positions there: only the content shows which.
-    doubtful = home in _POSITION_FOLDERS or path.stem.endswith("_patches")
-    return not doubtful or ending == ".zarr" or not _positions_alone(path)
+    return True
+
+
+def _doubtful(path: Path, arrays: set[str]) -> bool:
+    """Whether only the content shows if there are features: AtlasPatch has them in patches/, CLAM positions; h5_files hold either."""
+    if path.suffix.lower() == ".zarr":
+        return False
+    beside = path.suffix.lower() in _HDF5 and path.stem in arrays
+    return beside or path.parent.name in _POSITION_FOLDERS or path.stem.endswith("_patches")
+
+
+def _twins(path: Path) -> Iterator[Path]:
+    """HDF5 files that hold the same features with their positions."""
+    yield path.with_suffix(".h5")
+    if pair := _PAIRS.get(path.parent.name):
+        yield path.parent.parent / pair / f"{path.stem}.h5"
 
 
 def _positions_alone(path: Path) -> bool:
     try:
         with opened(path) as file:
-            names = file.names()
+            return only_positions(file.names())
     except BagError:
         return False  # broken: kept, so that it is reported
-    return bool(names) and {name.split("/")[0] for name in names} <= {"coords", "coordinates", "passports", "imgs"}
+
+
+def only_positions(names: Sequence[str]) -> bool:
+    """Whether arrays of these names are positions, and no features."""
+    tops = {name.split("/")[0] for name in names}
+    return bool(tops & set(_COORDS)) and tops <= {*_COORDS, "passports", "imgs"}
 
 
 # Encoder names: every tool spells them differently, and a width does not identify one (1536: UNI-v2, GigaPath, H-optimus)
