@@ -1,0 +1,143 @@
+"""Runs a plan of this folder and adds a row to its tables for each finished run; what the tables have is not computed again.
+
+    python docs/evidence/run.py docs/evidence/breakhis.yaml --data FOLDER --out RUNS [--tables FOLDER]
+
+One run after the other, in the order of the plan; a run that was interrupted goes on where it was. Tables (beside the plan):
+PLAN.csv (test metrics: cohort, arm, seed, metric, value), PLAN_gates.csv, PLAN_homogeneity.csv, PLAN_bootstrap.csv.
+"""
+
+import argparse
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import yaml
+
+import gated_srp
+from gated_srp.config import CohortConfig, load_config
+from gated_srp.files import write_whole
+from gated_srp.models import find_arm
+from gated_srp.reports.maps import view_slide
+from gated_srp.study.cells import Cell, Row, plan
+from gated_srp.study.comparison import metrics_of
+from gated_srp.study.statistics import paired_bootstrap
+
+KEY = ["cohort", "arm", "seed"]
+
+
+class Table:
+    """A CSV that grows by whole runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.frame = pd.read_csv(path, dtype={"seed": str}, keep_default_na=False) if path.is_file() else pd.DataFrame()
+
+    @property
+    def runs(self) -> set[tuple[str, ...]]:
+        return set(self.frame[KEY].itertuples(index=False, name=None)) if len(self.frame) else set()
+
+    def add(self, rows: pd.DataFrame) -> None:
+        self.frame = pd.concat([self.frame, rows], ignore_index=True)
+        self.write()
+
+    def write(self) -> None:
+        write_whole(self.path, self.frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+
+
+def config_of(content: dict, name: str, data: Path, out: Path) -> CohortConfig:
+    """The settings of a cohort of the plan: those of all, changed by its own."""
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in content["settings"].items()}
+    for key, value in content["cohorts"][name]["settings"].items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    settings |= {"name": name, "features": str(data / "features"), "table": str(data / "slides.csv"), "out": str(out)}
+    path = out / "plans" / f"{name}.yaml"
+    write_whole(path, yaml.safe_dump(settings, sort_keys=False))
+    return load_config(path)
+
+
+def cells_of(content: dict, data: Path, out: Path) -> Iterator[Cell]:
+    """In the order of the plan: stage by stage, seed by seed, arm by arm."""
+    for stage in content["stages"]:
+        config = config_of(content, stage["cohort"], data, out)
+        yield from plan(config, [Row.of(arm) for arm in stage["arms"]], stage["seeds"])
+
+
+def key_of(cell: Cell) -> tuple[str, ...]:
+    return (cell.cohort, cell.row, cell.unit)
+
+
+def labelled(cell: Cell, rows: pd.DataFrame) -> pd.DataFrame:
+    """With the columns that say which run it is."""
+    for place, (name, value) in enumerate(zip(KEY, key_of(cell), strict=True)):
+        rows.insert(place, name, value)
+    return rows
+
+
+def homogeneity(cell: Cell, data: Path, fields: int) -> pd.DataFrame:
+    """Per layer: the correlation of beta (mean over heads) with homogeneity over patches, and beta in the outer fifths."""
+    slides = sorted(cell.run.predictions("test", "slide")["slide"])[:fields]
+    views = [view_slide(cell.run.path, data / "features" / f"{slide}.h5") for slide in slides]
+    alike = np.concatenate([view.homogeneity for view in views])
+    low, high = np.quantile(alike, (0.2, 0.8))
+    rows = []
+    for number in range(len(views[0].layers)):
+        betas = [view.layers[number].beta for view in views]
+        if any(beta is None for beta in betas):
+            continue
+        beta = np.concatenate([one.mean(0).numpy() for one in betas])  # (patches,)
+        found = float(np.corrcoef(alike, beta)[0, 1]) if beta.std() > 0 else float("nan")
+        rows.append((number, len(slides), found, beta[alike <= low].mean(), beta[alike >= high].mean()))
+    return pd.DataFrame(rows, columns=["layer", "fields", "correlation", "beta_lowest_fifth", "beta_highest_fifth"])
+
+
+def bootstrap(cells: list[Cell], repeats: int, known: pd.DataFrame) -> pd.DataFrame:
+    """Differences to NA over resampled patients, of all run folders that are here; rows of more seeds are kept."""
+    done = {key_of(cell): cell for cell in cells if cell.run.finished}
+    old = {(row.cohort, row.arm, row.metric): row for row in known.itertuples()} if len(known) else {}
+    for cohort, arm in dict.fromkeys((cell.cohort, cell.row) for cell in done.values() if cell.arm != "na"):
+        units = [unit for name, row, unit in done if (name, row) == (cohort, arm) and (cohort, "na", unit) in done]
+        if any(name == cohort and row == arm and one.seeds >= len(units) for (name, row, _), one in old.items()):
+            continue
+        pairs = [(done[cohort, arm, u].predictions(), done[cohort, "na", u].predictions()) for u in units]
+        for metric, found in paired_bootstrap(pairs, metrics_of, repeats=repeats).items():
+            values = (cohort, arm, metric, len(units), found.difference, found.low, found.high, found.repeats)
+            columns = ["cohort", "arm", "metric", "seeds", "difference", "low", "high", "repeats"]
+            old[cohort, arm, metric] = next(pd.DataFrame([values], columns=columns).itertuples())
+    return pd.DataFrame(list(old.values())).drop(columns="Index", errors="ignore")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tables", type=Path)
+    given = parser.parse_args()
+    content = yaml.safe_load(given.plan.read_text(encoding="utf-8"))
+    tables, name = given.tables or given.plan.parent, given.plan.stem
+    results, gates, alike, patients = (
+        Table(tables / f"{name}{part}.csv") for part in ("", "_gates", "_homogeneity", "_bootstrap")
+    )
+    cells = list(cells_of(content, given.data, given.out))
+    turn = (given.out / "turn.lock").open("w")  # of several plans below one folder one run is computed at a time
+    for cell in cells:
+        if key_of(cell) in results.runs:
+            continue
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        print(cell, flush=True)
+        gated_srp.train(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold)
+        if find_arm(cell.arm).gated:
+            gates.add(labelled(cell, cell.run.gates))
+            alike.add(labelled(cell, homogeneity(cell, given.data, content["fields"])))
+        patients.frame = bootstrap(cells, content["repeats"], patients.frame)
+        if len(patients.frame):
+            patients.write()
+        rows = pd.DataFrame(cell.metrics().items(), columns=["metric", "value"])
+        results.add(labelled(cell, rows))  # last: it says that the run is done
+        fcntl.flock(turn, fcntl.LOCK_UN)
+
+
+if __name__ == "__main__":
+    main()
