@@ -1,13 +1,17 @@
 """The edges of the command line: what is shown, what is written to a log, how commands end."""
 
+import ast
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from gated_srp import __version__, cli
@@ -137,7 +141,18 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch):
     for module, extra in (("PIL.Image", "train"), ("h5py", "train"), ("openslide", "slides"), ("ray", "cluster")):
         monkeypatch.setattr(cli, "app", missing(module))
         code, said = ended(monkeypatch, "anything")
-        assert code == 2 and f"pip install 'gated-srp[{extra}]'" in said
+        assert code == 2 and f"in the repository of gated-srp: pip install '.[{extra}]'" in said
+
+
+def test_every_option_that_a_message_names_exists():
+    commands = typer.main.get_command(app)
+    known = {name for one in (commands, *commands.commands.values()) for option in one.params for name in option.opts}
+    others = {"--help", "--shm-size", "--compression", "--tile", "--pyramid"}  # every command's own; Docker's; libvips'
+    for path in Path(cli.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "#SBATCH" not in node.value:
+                named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value))
+                assert named <= known | others, f"{path}:{node.lineno}: {named - known - others}"
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):

@@ -136,7 +136,7 @@ def test_a_reproduction_is_shown_beside_the_published(tmp_path):
     )
     text = build_page(tmp_path)
     assert "<h1>KIRC</h1>" in text and "Beside the published numbers" in text
-    assert "0.7123 ± 0.0200" in text and "−0.2500 to −0.1500" in text and "1 more numbers of the table were" in text
+    assert "0.7123 ± 0.0200" in text and "−0.2500 to −0.1500" in text and "Not run: 1 more number of the table" in text
     assert "1 of 2 numbers that were run are compatible with the published ones, 1 are not; 1 were not run" in text
     assert "gated-srp reproduce survival --features FOLDER" in text
 

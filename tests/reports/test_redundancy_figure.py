@@ -201,7 +201,7 @@ def test_the_command_measures_photographs_with_a_real_encoder(tmp_path, caplog):
     images = ("--images", tmp_path / "in", "--encoder", "efficientnet_lite0", "--size", 32)
     said = _run(*images, "-o", tmp_path / "out")
     assert said.exit_code == 0, (said.output, said.exception)
-    assert "tiny.png: 32 x 32 pixels give 1 patches of 32" in caplog.text
+    assert "tiny.png: 32 x 32 pixels give 1 patch of 32" in caplog.text
     assert "96 patches with neighbours, 2 photographs" in said.output
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [f"redundancy.{e}" for e in ("csv", "png", "svg")]
     rows = [row.split(",") for row in (tmp_path / "out" / "redundancy.csv").read_text().splitlines()[1:]]

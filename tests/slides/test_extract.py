@@ -13,6 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import tifffile
 import torch
 import typer
 from images import mean_colour, picture, write_slide
@@ -92,6 +93,23 @@ def test_broken_slides_are_listed_and_the_others_go_on(tmp_path):
     assert files == ["blank.h5", "good.h5"]
     with pytest.raises(BagError, match="no tissue"):
         read_bag(settings.layout.path(settings.job(blank)))
+
+
+def test_an_unknown_compression_is_named_as_such_before_anything_is_asked_for(tmp_path):
+    slide = _slide(tmp_path, "odd", mpp=None, downsamples=())
+    with tifffile.TiffFile(slide, mode="r+") as file:
+        file.pages[0].tags["Compression"].overwrite(33503)
+    for mpp in ({}, {"odd": 0.5}):
+        (error,) = extract_slides([slide], _settings(tmp_path / "out", mpp=mpp)).failed
+        assert "its compression is not one that can be read here" in error.what and "33503" in error.what
+        assert "damaged" not in str(error) and "--mpp" not in str(error) and "vips tiffsave" in error.cure
+
+
+def test_what_is_done_is_counted_in_plain_english(tmp_path):
+    slide, settings = _slide(tmp_path), _settings(tmp_path / "out", tiling=Tiling(size=128, tissue=0.9))
+    said = []
+    extract_slides([slide], settings, lambda event: said.append(event.text))
+    assert "a.tif: 1 patch" in said, said
 
 
 def test_a_finished_slide_is_left_alone_and_other_settings_are_refused(tmp_path):

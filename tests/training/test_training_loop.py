@@ -164,10 +164,24 @@ def test_running_out_of_memory_names_slide_patches_and_cures(make):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     message = str(caught.value)
     assert f"{bag.slide!r} with {len(bag.features)} patches" in message
-    for cure in ("train.checkpointing: true", "train.precision: bf16", "a cap of"):
+    for cure in ("train.checkpointing: true", "a cap of"):
         assert cure in message
     with pytest.raises(RuntimeError, match="some bug"), error_context([bag], training.settings):
         raise RuntimeError("some bug")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_bf16_is_a_cure_for_memory_where_the_machine_has_it_and_nowhere_else(make, monkeypatch, there):
+    monkeypatch.setattr("gated_srp.machine.has_bf16", lambda: there)
+    monkeypatch.setattr("gated_srp.machine.bf16_environment", dict)
+    training, material = make()
+    for settings, offered in (
+        (training.settings, there),
+        (training.settings.model_copy(update={"precision": "bf16"}), False),
+    ):
+        with pytest.raises(UserError) as caught, error_context([material.bags[0]], settings):
+            raise MemoryError
+        assert ("train.precision: bf16" in str(caught.value)) == offered
 
 
 def test_bf16_trains_on_a_cpu(make):

@@ -104,7 +104,7 @@ def main() -> None:
         if (error.name or "").startswith("gated_srp"):
             raise
         extra = _EXTRAS.get((error.name or "").partition(".")[0], "train")
-        cure = f"Install it with: pip install 'gated-srp[{extra}]'"
+        cure = f"Install it in the repository of gated-srp: pip install '.[{extra}]'"
         _refuse(error, f"this command needs the package {error.name!r}. {cure}")
     except Exception:
         LOG.critical("unexpected error. Please report it, with the command and the lines below.", exc_info=True)

@@ -23,7 +23,7 @@ from gated_srp.config.load import load_config
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, prepare
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import write_whole
 from gated_srp.models import load_model
 from gated_srp.models.attention import merge_heads
@@ -144,9 +144,8 @@ class Measured:
                 f"{one.rows}: cosine to the neighbours' mean {near['median']:.3f} (half of the patches {near['q25']:.3f} to "
                 f"{near['q75']:.3f}), to the mean of as many random patches {far['median']:.3f} ({far['q25']:.3f} to {far['q75']:.3f})"
             )
-        count = len(self.slides) // len(everything)
-        counted = f"{count:,} {self.unit}{'s' * (count != 1)}"
-        return [*said, f"{len(everything[0].neighbours):,} patches with neighbours, {counted}"]
+        patches, units = len(everything[0].neighbours), len(self.slides) // len(everything)
+        return [*said, f"{counted(patches, 'patch')} with neighbours, {counted(units, self.unit)}"]
 
     def write(self, folder: str | Path) -> list[Path]:
         """The table and the figure."""
@@ -285,7 +284,7 @@ def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
             axes.hist(cosines.numpy(), histtype="step", linestyle=style, linewidth=1.6, label=label, **shared)
             axes.axvline(median, color=colour, linestyle=":", linewidth=1.2)
     count, number = len(everything[0].neighbours), len({one.slide for one in slides})
-    title = f"All patches together ({count:,} patches, {number:,} {unit}{'s' * (number != 1)})"
+    title = f"All patches together ({counted(count, 'patch')}, {counted(number, unit)})"
     what = f"cosine of a patch to the mean of its neighbours,\nor of as many random patches of its {unit}"
     tidy(axes, x=what, y="density of patches", title=title)
 
@@ -373,7 +372,7 @@ def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"cannot be read as a picture ({error}).", where=path) from None
     corners = lattice((pixels.shape[1], pixels.shape[0]), size, size)
     if len(corners) < _FEWEST:
-        given = f"{pixels.shape[1]} x {pixels.shape[0]} pixels give {len(corners)} patches of {size}"
+        given = f"{pixels.shape[1]} x {pixels.shape[0]} pixels give {counted(len(corners), 'patch')} of {size}"
         cure = "Use larger photographs, or a smaller --size."
         raise UserError(f"{given}, fewer than {_FEWEST}", where=path, cure=cure)
     return np.stack([pixels[y : y + size, x : x + size] for x, y in corners.tolist()]), corners

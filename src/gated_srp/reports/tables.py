@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from gated_srp.errors import counted
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title
 from gated_srp.study.cells import Cell
@@ -95,7 +96,7 @@ def comparison_grid(results: pd.DataFrame, comparison: Comparison, *, title: str
         rows.append((str(arm), tuple(entries)))
     reference = arm_title(comparison.reference)
     own = (
-        f"Mean ± standard deviation over {int(counts.max().max())} seeds on the test set; the best of a column is bold. "
+        f"Mean ± standard deviation over {counted(int(counts.max().max()), 'seed')} on the test set; the best of a column is bold. "
         f"↑ / ↓ (green / red): the 95 % interval of the paired difference to {reference} (Nadeau-Bengio, since seeds share slides) "
         "excludes zero; unmarked differences are not distinguishable from zero.",
     )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.errors import UserError, joined
+from gated_srp.errors import UserError, counted, joined
 from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
@@ -223,7 +223,7 @@ def _extract_one(
         outcome.empty.append(slide)
         return "no tissue found"
     outcome.done.append(slide)
-    return f"{count:,} patches"
+    return counted(count, "patch")
 
 
 def _plans(pool: Executor, slides: Sequence[Path], settings: Extraction) -> Iterator[tuple[Path, "Future[TilePlan]"]]:

@@ -5,6 +5,7 @@ This module and its neighbours `tissue` and `tiles` do without torch: reading pr
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif"
 NOMINAL = (1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _NEAR = 0.15  # scanners of one nominal magnification differ by as much in microns per pixel
 _PLAUSIBLE = (0.02, 20.0)  # microns per pixel; beyond, the number is a print resolution or a default
+_CONVERT = "Convert it, e.g. with libvips: vips tiffsave IN.tiff OUT.tiff --compression=jpeg --tile --pyramid."
 _BLOCK = 2048  # pixels of a level read at once for an overview
 
 
@@ -77,11 +79,12 @@ class SlideImage:
         try:
             image = self._slide.read_region((int(x), int(y)), level, size)
         except Exception as error:  # a damaged file shows as anything: OpenSlide's, a decoder's, an index out of range
-            raise SlideError(
-                self.path,
-                f"the pixels at ({x}, {y}) cannot be read ({_text(error)}). The file is cut short or damaged",
-                cure="Copy it again.",
-            ) from error
+            what, cure = f"the pixels at ({x}, {y}) cannot be read ({_text(error)})", "Copy it again."
+            if re.search("compression|codec", str(error), re.IGNORECASE):  # their words are all there is to tell by
+                what, cure = f"its compression is not one that can be read here ({_text(error)})", _CONVERT
+            else:
+                what += ". The file is cut short or damaged"
+            raise SlideError(self.path, what, cure=cure) from error
         # Hardly ever: a patch of tissue is opaque.
         if image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255):
             white = Image.new("RGB", image.size, "white")
@@ -150,7 +153,7 @@ def _open(path: Path) -> Any:
         except Exception as error:  # each library has its own, and parsers raise many kinds
             failures.append(f"{opener.__name__[1:]}: {_text(error)}")
     if all(failure.endswith("not installed") for failure in failures):
-        cure = "Install one with: pip install 'gated-srp[slides]'"
+        cure = "Install one in the repository of gated-srp: pip install '.[slides]'"
         raise UserError("no library for slides is installed", cure=cure, kind="needs_package")
     what = f"not a slide that can be opened ({'; '.join(failures)})"
     raise SlideError(path, what, cure="Copy it again, or leave it out.")

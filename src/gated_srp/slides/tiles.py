@@ -113,10 +113,11 @@ def plan_slide(path: Path, tiling: Tiling, *, mpp: float | None = None, picture:
         info = slide.info
         magnification = nominal_magnification(mpp) if mpp else info.magnification
         if magnification is None:
+            slide.read(0, 0, level=0, size=(1, 1))  # if it cannot be read at all, that is the first thing to know
             raise SlideError(
                 info.path,
                 "says neither its magnification nor its microns per pixel",
-                cure="Set them: --mpp 0.25 (for all slides), or --mpp FILE.csv with the columns wsi and mpp.",
+                cure="Set the latter, e.g. --mpp 0.25; for several slides `extract` also takes a CSV with the columns wsi and mpp.",
                 kind="no_magnification",
             )
         where = footprint(info, tiling, magnification)

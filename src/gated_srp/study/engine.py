@@ -328,7 +328,9 @@ def run_ray(
     try:
         import ray  # type: ignore[import-not-found,unused-ignore]
     except ModuleNotFoundError:
-        raise UserError("--engine ray needs the extra `cluster`: pip install 'gated-srp[cluster]'.") from None
+        raise UserError(
+            "--engine ray needs the extra `cluster`: pip install '.[cluster]' in the repository of gated-srp."
+        ) from None
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, include_dashboard=False)
     needs = _needs(ray, min(cpus, thread_limit() or cpus), memory)

@@ -27,7 +27,7 @@ from gated_srp.streams import stream
 from gated_srp.tasks import Task
 from gated_srp.training.folder import Checkpoint, TrainingProgress
 from gated_srp.training.optim import flat_gradients, learning_rate, make_optimiser
-from gated_srp.training.ranks import Ranks
+from gated_srp.training.ranks import Ranks, accelerator, choose_precision
 
 
 class Callbacks(Protocol):
@@ -263,7 +263,9 @@ def _out_of_memory(bags: Sequence[SlideBag], settings: TrainConfig | None) -> Us
         cures.append(f"train.batch_size: {size} and train.accumulation: {times} in a new run, the same updates")
     if settings is not None and not settings.checkpointing:
         cures.append("train.checkpointing: true, which goes on in the same run with the same numbers")
-    if settings is not None and settings.precision != "bf16":
+    kind = accelerator()
+    wanted = "auto" if kind == "cuda" else "bf16"  # what the machine can do: an old GPU would emulate it
+    if settings and (choose_precision(settings.precision, kind), choose_precision(wanted, kind)) == ("32", "bf16"):
         cures.append("train.precision: bf16 in a new run")
     if len(bags) == 1:
         cures.append(f"a cap of {max(1, patches // 2):,} or less in a new run")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from gated_srp.errors import counted
 from gated_srp.models import arm_title
 from gated_srp.reports.page.contents import FinishedRun, StudyFolder
 from gated_srp.reports.tables import mean_and_std, metric_name, tone_of
@@ -223,7 +224,7 @@ def reproduction(study: StudyFolder) -> HtmlTable | None:
         for row in run
     ]
     left = len(rows) - len(run)
-    note = f"{left} more numbers of the table were not run." if left else ""
+    note = f"Not run: {counted(left, 'more number')} of the table." if left else ""
     more = [name.replace("_", " ").capitalize() for name in more]
     return HtmlTable("Beside the published numbers", (*heads, *more), cells, note)
 
