@@ -157,7 +157,7 @@ def test_tied_times_give_fewer_bins_and_unused_outputs_do_not_touch_the_risk():
 def test_risk_is_minus_the_sum_of_the_survival_curve():
     columns = TASK.predict(torch.tensor([[0.0, 0.0, 0.0, 0.0], [-50.0, 50.0, 0.0, 0.0]]))
     np.testing.assert_allclose(columns["risk"], [-(0.5 + 0.25 + 0.125 + 0.0625), -1.0], atol=1e-6)
-    np.testing.assert_allclose(columns["survival_2"], [0.25, 1e-7], rtol=1e-6)
+    np.testing.assert_allclose(columns[f"survival_at_{TASK.edges[1]:.10g}"], [0.25, 1e-7], rtol=1e-6)
 
 
 def test_slides_with_equal_logits_have_exactly_equal_risks():
@@ -173,9 +173,8 @@ def test_a_case_has_the_mean_risk_and_curve_of_its_slides():
     assert cases["slides"].tolist() == [2, 1]
     assert cases["time"].tolist() == [7.0, 9.0]
     assert cases["risk"][0] == pytest.approx(slides["risk"][:2].mean())
-    assert cases["risk"][0] == pytest.approx(
-        -cases.loc[0, ["survival_1", "survival_2", "survival_3", "survival_4"]].sum()
-    )
+    curve = [f"survival_at_{edge:.10g}" for edge in TASK.edges]
+    assert cases[curve].iloc[0].to_numpy() == pytest.approx(slides[curve][:2].mean().to_numpy())
 
 
 def test_slides_of_a_case_that_disagree_about_its_time_are_refused():

@@ -47,13 +47,15 @@ def naive_interval(table: pd.DataFrame, metric, repeats: int, seed: int) -> tupl
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_those_of_the_calibrated_predictions(tmp_path):
+def test_metrics_are_those_of_the_raw_probabilities_and_calibration_of_both(tmp_path):
     config = three_classes(tmp_path)
     model = model_file(tmp_path / "m.safetensors", temperature=2.0)
     found = evaluate_run(model, config, repeats=3)
     files = sorted(tmp_path.rglob("e*.h5"))
-    expected = softmax(logits_of(model, files) / 2.0, axis=1)
+    expected, calibrated = (softmax(logits_of(model, files) / t, axis=1) for t in (1.0, 2.0))
     np.testing.assert_allclose(found.slides[["prob_a", "prob_b", "prob_c"]].to_numpy(), expected, rtol=1e-12)
+    names = ["calibrated_a", "calibrated_b", "calibrated_c"]
+    np.testing.assert_allclose(found.slides[names].to_numpy(), calibrated, rtol=1e-12)
     truth = found.slides["label"]
     assert truth.tolist() == list("aabbccaabbcc")
     values = found.metrics.set_index("metric")["value"]
@@ -61,6 +63,9 @@ def test_metrics_are_those_of_the_calibrated_predictions(tmp_path):
     assert values["accuracy"] == pytest.approx(accuracy_score(truth, guess))
     assert values["macro_f1"] == pytest.approx(f1_score(truth, guess, average="macro", labels=list("abc")))
     assert values["macro_auc"] == pytest.approx(roc_auc_score(truth, expected, multi_class="ovr", average="macro"))
+    hot = np.stack([truth == name for name in "abc"], 1)
+    assert values["brier"] == pytest.approx(((expected - hot) ** 2).sum(1).mean())
+    assert values["calibrated_brier"] == pytest.approx(((calibrated - hot) ** 2).sum(1).mean())
 
 
 def test_intervals_are_those_of_a_plain_loop_over_patients(tmp_path):
@@ -117,10 +122,9 @@ def test_a_run_on_its_own_cohort_warns_and_test_slides_keep_their_predictions(fi
     used = int(split["split"].isin(["train", "val"]).sum())
     assert any(f"{used} of 24 slides trained or validated this model" in str(note) for note in found.notes)
     written = pd.read_csv(finished / "predictions_test_slide.csv").set_index("slide")
-    temperature = load_card(finished / "model.safetensors")["temperature"]
     columns = ["prob_benign", "prob_tumour"]
     mine = found.slides.set_index("slide").loc[written.index, columns].to_numpy()
-    np.testing.assert_allclose(mine, softmax(np.log(written[columns].to_numpy()) / temperature, axis=1), rtol=1e-9)
+    np.testing.assert_allclose(mine, written[columns].to_numpy(), rtol=1e-9)
 
 
 # Survival ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from broken_files import BROKEN
 from factories import Slide, make_slide, write_atlaspatch, write_clam, write_stamp, write_trident
 from scipy.special import softmax
-from toy_cohorts import SMALL, WIDTH, open_config, planted, write_survival_cohort
+from toy_cohorts import SMALL, WIDTH, open_config, planted, write_cohort, write_survival_cohort
 from typer.testing import CliRunner
 
 from gated_srp.cli import app
@@ -67,14 +67,13 @@ def probabilities(table: pd.DataFrame) -> np.ndarray:
 # The same numbers ----------------------------------------------------------------------------------------------------
 
 
-def test_predictions_are_the_runs_own_over_the_temperature(finished, cohort):
+def test_predictions_have_the_columns_and_the_numbers_of_the_runs_own(finished, cohort):
     written = pd.read_csv(finished / "predictions_test_slide.csv")
     files = [next(cohort.parent.rglob(f"{slide}.h5")) for slide in written["slide"]]
-    temperature = load_card(finished / "model.safetensors")["temperature"]
     found = predict([finished], files, workers=0).table
-    columns = ["prob_benign", "prob_tumour"]
-    expected = softmax(np.log(written[columns].to_numpy()) / temperature, axis=1)
-    np.testing.assert_allclose(found[columns].to_numpy(), expected, rtol=1e-9)
+    assert {"slide", "predicted", "prob_benign", "prob_tumour"} == set(written) - {"case", "label"} <= set(found)
+    for name in ("prob_benign", "prob_tumour"):
+        np.testing.assert_allclose(found[name], written[name], rtol=1e-9)
     assert found["slide"].tolist() == written["slide"].tolist()
     assert found["predicted"].tolist() == written["predicted"].tolist()
     assert not found["unlike_training"].any() and (found["patches"] > 15).all()
@@ -88,8 +87,40 @@ def test_survival_predictions_are_the_runs_own_bit_for_bit(tmp_path):
     found = predict([run], files, workers=0).table
     edges = load_card(run / "model.safetensors")["bin_edges"]
     assert (found["risk"] == written["risk"]).all()
-    for number, edge in enumerate(edges):
-        assert (found[f"survival_at_{edge:.10g}"] == written[f"survival_{number + 1}"]).all()
+    curve = [f"survival_at_{edge:.10g}" for edge in edges]
+    assert [name for name in written if name.startswith("survival")] == curve
+    assert [name for name in found if name.startswith("survival")] == curve
+    assert (found[curve] == written[curve]).all(None)
+
+
+def test_raw_and_calibrated_probabilities_have_names_of_their_own_in_a_run_and_in_a_prediction(tmp_path):
+    config = open_config(write_cohort(tmp_path, slides=70, strength=0.1), train__epochs=1)
+    rows = "".join(f"s{i:03d},{'train' if i < 10 else 'val' if i < 62 else 'test'}\n" for i in range(70))
+    (tmp_path / "split.csv").write_text(f"slide_id,split\n{rows}")
+    run = train(config.model_copy(update={"split": tmp_path / "split.csv"}), arm="na", seed=42)
+    temperature = run.card["temperature"]
+    assert temperature != 1.0 and run.card["calibration_slides"] == 52
+    files = [next(tmp_path.rglob(f"s{i:03d}.h5")) for i in range(62, 70)]
+    raw, calibrated = (["prob_benign", "prob_tumour"], ["calibrated_benign", "calibrated_tumour"])
+    expected = softmax(logits_of(run.model, files), axis=1), softmax(logits_of(run.model, files) / temperature, axis=1)
+    for table in (run.predictions("test", "slide"), predict([run.path], files, workers=0).table):
+        for names, values in zip((raw, calibrated), expected, strict=True):
+            np.testing.assert_allclose(table[names].to_numpy(), values, rtol=1e-6)
+    cases = run.predictions("test", "case")
+    np.testing.assert_allclose(cases[calibrated].to_numpy(), expected[1], rtol=1e-6)
+    truth = np.eye(2)[[i % 2 for i in range(62, 70)]]
+    for name, values in zip(("brier", "calibrated_brier"), expected, strict=True):
+        assert run.metrics("test")[name] == pytest.approx(((values - truth) ** 2).sum(1).mean(), rel=1e-5)
+
+
+def test_too_few_validation_slides_fit_no_temperature_and_that_is_said(finished, cohort):
+    files = [next(cohort.parent.rglob("s001.h5"))]
+    found = predict([finished], files, workers=0)
+    few = load_card(finished / "model.safetensors")["calibration_slides"]
+    said = f"probabilities are as the model gives them: {few} validation slides, 50 are needed to fit a temperature"
+    assert said in [note.what for note in found.notes]
+    assert not [name for name in found.table if name.startswith("calibrated")]
+    assert f"no temperature is fitted: {few} validation slides, 50 are needed" in (finished / "log.txt").read_text()
 
 
 def test_order_and_cap_are_those_of_the_card(tmp_path):
@@ -109,9 +140,12 @@ def test_an_ensemble_is_the_mean_of_calibrated_members_with_their_spread(tmp_pat
     models = [model_file(tmp_path / f"m{t}.safetensors", i, temperature=t) for i, t in enumerate(temperatures)]
     each = np.stack([softmax(logits_of(m, files) / t, axis=1) for m, t in zip(models, temperatures, strict=True)])
     table = predict(models, files, workers=0).table
-    np.testing.assert_allclose(probabilities(table), each.mean(0), rtol=1e-12)
+    names = ["calibrated_a", "calibrated_b", "calibrated_c"]
+    np.testing.assert_allclose(table[names].to_numpy(), each.mean(0), rtol=1e-12)
     spread = np.sqrt(((each - each.mean(0)) ** 2).sum(0) / 2)  # n - 1
-    np.testing.assert_allclose(table[["prob_a_std", "prob_b_std", "prob_c_std"]].to_numpy(), spread, rtol=1e-9)
+    np.testing.assert_allclose(table[[f"{name}_std" for name in names]].to_numpy(), spread, rtol=1e-9)
+    raw = np.mean([softmax(logits_of(m, files), axis=1) for m in models], axis=0)
+    np.testing.assert_allclose(probabilities(table), raw, rtol=1e-12)
     assert table["predicted"].tolist() == ["abc"[i] for i in each.mean(0).argmax(1)]
 
 

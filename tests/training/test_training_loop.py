@@ -9,7 +9,16 @@ from gated_srp.errors import UserError
 from gated_srp.models import build_model
 from gated_srp.models.slide import stream
 from gated_srp.training.inputs import load_inputs
-from gated_srp.training.loop import Training, bag_order, error_context, finish_epoch, fit, predict_logits, train_epoch
+from gated_srp.training.loop import (
+    Training,
+    bag_order,
+    error_context,
+    finish_epoch,
+    fit,
+    predict_logits,
+    tied_epochs,
+    train_epoch,
+)
 from gated_srp.training.optim import learning_rate, make_optimiser
 from gated_srp.training.ranks import Ranks
 
@@ -123,6 +132,16 @@ def test_the_first_of_equally_good_epochs_is_kept(make):
         finish_epoch(training, 18, {"loss": 1.0}, score)
         assert training.progress.best_epoch == expected
     assert training.best["head.bias"].tolist() == [3.0, 3.0]
+
+
+def test_ties_may_go_to_the_lowest_validation_loss(make):
+    training, _ = make()
+    training.ties = "loss"
+    epochs = ((0.5, 1.0, 1), (0.5, 0.9, 2), (0.5, 0.9, 2), (0.7, 2.0, 4), (0.6, 0.1, 4), (0.7, 1.9, 6), (0.7, 2.1, 6))
+    for score, loss, expected in epochs:
+        finish_epoch(training, 18, {"loss": loss, training.task.select: score}, score)
+        assert training.progress.best_epoch == expected
+    assert tied_epochs(training) == 3
 
 
 def test_a_tiny_set_is_learnt_by_heart(make):

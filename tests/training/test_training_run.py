@@ -18,7 +18,7 @@ from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.tasks import task_from_card
-from gated_srp.training.folder import RunFolder
+from gated_srp.training.folder import RunFolder, differences
 from gated_srp.training.inputs import FeatureStatistics, load_inputs
 from gated_srp.training.loop import COLUMNS
 from gated_srp.training.train import train
@@ -268,3 +268,52 @@ def test_an_error_is_said_once_and_kept_in_the_log(tmp_path):
         train(config, arm="na", seed=42, progress=lambda event: said.append(event.text))
     assert not any(error.value.what in text for text in said)
     assert f"stopped: {error.value}" in (tmp_path / "runs/toy/na/seed42/log.txt").read_text()
+
+
+def test_epochs_that_validation_cannot_tell_apart_are_said_with_their_number(tmp_path):
+    config = open_config(write_cohort(tmp_path, strength=20.0), train__epochs=4, train__lr=1e-2)
+    said = []
+    first = train(config, arm="na", seed=42, progress=lambda event: said.append(event.text))
+    history = first.history.query("split == 'val' and metric == 'macro_f1'")["value"]
+    tied, few = int((history == history.max()).sum()), len(first.predictions("val", "slide"))
+    assert tied > 1
+    kept = int(history.to_numpy().argmax()) + 1
+    words = f"warning: {tied} of 4 epochs have the best macro_f1, {history.max():.4f}, on {few} validation slides; "
+    assert any(text.startswith(f"{words}the first of them, epoch {kept}, is kept") for text in said)
+    assert first.card["ties"] == {"rule": "first", "epochs": tied} == first.results["ties"]
+
+    other = train(config, arm="na", seed=42, out=tmp_path / "other", settings={"select.ties": "loss"})
+    loss = other.history.query("split == 'val' and metric == 'loss'")["value"].to_numpy()
+    best = [i for i, value in enumerate(history) if value == history.max()]
+    assert other.results["best_epoch"] == 1 + min(best, key=lambda i: loss[i])
+    assert other.card["ties"]["rule"] == "loss"
+    with pytest.raises(UserError, match=r"select\.ties first, asked loss"):
+        train(config, arm="na", seed=42, settings={"select.ties": "loss"})
+
+
+def test_a_run_of_before_ties_had_a_rule_is_gone_on_with(finished):
+    settings = RunFolder(finished).settings
+    del settings["select"]
+    assert differences(settings, RunFolder(finished).settings) == []
+    assert differences(settings, RunFolder(finished).settings | {"select": {"ties": "loss"}}) == [
+        "select.ties first, asked loss"
+    ]
+
+
+# A class that the test part lacks ------------------------------------------------------------------------------------
+
+
+def test_a_class_that_the_test_part_lacks_is_said_beside_its_macro_f1(tmp_path):
+    config = open_config(write_cohort(tmp_path), train__epochs=1)
+    parts = [
+        ("train", "val", "train", "val", "test")[i % 5] if i % 2 else ("train", "val")[i % 4 // 2] for i in range(24)
+    ]
+    (tmp_path / "split.csv").write_text("slide_id,split\n" + "".join(f"s{i:03d},{p}\n" for i, p in enumerate(parts)))
+    said = []
+    run = train(
+        config.model_copy(update={"split": tmp_path / "split.csv"}), arm="na", progress=lambda e: said.append(e.text)
+    )
+    assert set(run.predictions("test", "slide")["label"]) == {"tumour"}
+    value = run.metrics("test")["macro_f1"]
+    assert f"test: macro_f1 {value:.4f} (class benign is absent and counts as 0)," in said[-1]
+    assert run.results["remarks"] == {"val": {}, "test": {"macro_f1": "class benign is absent and counts as 0"}}

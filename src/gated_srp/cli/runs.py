@@ -66,7 +66,7 @@ def predict(
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
 ) -> None:
-    """Predict slides without labels: calibrated probabilities, or risk and survival."""
+    """Predict slides without labels: probabilities, raw and calibrated, or risk and survival."""
     from gated_srp.training.predict import files_for
     from gated_srp.training.predict import predict as run
     from gated_srp.training.trained import open_runs
@@ -128,6 +128,7 @@ def _report(found: "Evaluation") -> list[str]:
             continue
         few = "" if row["resamples"] == found.repeats else f"   (defined in {row['resamples']} of {found.repeats})"
         few += "   (every draw gives the same: too few errors to tell)" if row["low"] == row["high"] else ""
+        few += f"   ({found.remarks[row['metric']]})" if row["metric"] in found.remarks else ""
         lines.append(f"{name}{row['value']:>8.4f}   {row['low']:.4f} to {row['high']:.4f}{few}")
     lines.append(
         f"  intervals: percentiles over {found.repeats:,} draws of {counted(found.patients, 'patient')}, seed {found.seed}"

@@ -102,6 +102,12 @@ class TrainConfig(_Section):
     log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_tupled)] = ()
 
 
+class SelectConfig(_Section):
+    """Which of the epochs that share the best validation score is kept: the ``first``, or the one of the lowest validation ``loss``."""
+
+    ties: Literal["first", "loss"] = "first"
+
+
 class FoldsConfig(_Section):
     """``folds: 5``, or ``folds: {number: 5, by: site}`` to keep each site in one part."""
 
@@ -148,6 +154,7 @@ class CohortConfig(_Section):
     site: str | None = None
     metric: str
     score: Literal["slide", "case"]
+    select: SelectConfig = SelectConfig()
     stride: float | None = Field(default=None, gt=0)
     window: int = Field(default=3, ge=3)
     lattice: Literal["floor", "exact"] = "floor"

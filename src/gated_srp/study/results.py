@@ -16,7 +16,17 @@ from gated_srp.errors import UserError, counted
 from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired
 
 COLUMNS = ("cohort", "arm", "seed", "metric", "value")
-LOWER_IS_BETTER = frozenset({"brier", "integrated_brier", "calibration_error", "loss", "peak_reserved_gib"})
+LOWER_IS_BETTER = frozenset(
+    {
+        "brier",
+        "integrated_brier",
+        "calibration_error",
+        "calibrated_brier",
+        "calibrated_calibration_error",
+        "loss",
+        "peak_reserved_gib",
+    }
+)
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 

@@ -6,7 +6,7 @@ Shapes: B bags, C classes or labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedOutputs(Task):
-    """A calibrated probability per output, in the column ``prob_<name>``. Nothing is learnt from the training rows."""
+    """A probability per output, ``prob_<name>`` as the model gives it, and ``calibrated_<name>`` where a temperature was fitted.
+
+    Nothing is learnt from the training rows.
+    """
 
     classes: tuple[str, ...]
 
@@ -62,7 +65,12 @@ class NamedOutputs(Task):
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """Mean of the slides' probabilities."""
-        return base.mean_by_case(slides, self.truth, self._probabilities)
+        known = [name for name in (*self._probabilities, *self._calibrated) if name in slides]
+        return base.mean_by_case(slides, self.truth, known)
+
+    def calibrated(self, logits: Tensor) -> Columns:
+        found = self.predict(logits)
+        return {new: found[name] for new, name in zip(self._calibrated, self._probabilities, strict=True)}
 
     @classmethod
     def metrics_of(cls, predictions: pd.DataFrame) -> Metrics | None:
@@ -82,6 +90,10 @@ class NamedOutputs(Task):
     @property
     def _probabilities(self) -> list[str]:
         return [f"prob_{name}" for name in self.classes]
+
+    @property
+    def _calibrated(self) -> list[str]:
+        return [f"calibrated_{name}" for name in self.classes]
 
 
 @dataclass(frozen=True)
@@ -197,27 +209,20 @@ class Classification(NamedOutputs):
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
         """Macro F1 counts an absent class as 0; macro AUC is one-vs-rest and undefined when a class is absent.
 
-        Balanced accuracy is the mean recall of the classes present. Brier sums over classes (0 best, 2 worst).
+        Balanced accuracy is the mean recall of the classes present. Brier sums over classes (0 best, 2 worst). Where there are
+        calibrated probabilities, they have a calibration error and a Brier score of their own; all else is of the raw ones.
         """
         target = self._index(predictions["label"])
         probability = predictions[self._probabilities].to_numpy(np.float64)  # (B, C)
         if not len(target):
             return dict.fromkeys((*self.selects, "calibration_error", "brier"), math.nan)
-        truth = np.eye(self.num_outputs)[target]  # (B, C)
-        confusion = np.zeros((self.num_outputs, self.num_outputs))  # rows: targets
-        np.add.at(confusion, (target, probability.argmax(1)), 1)
-        hits, support = np.diagonal(confusion), confusion.sum(1)
-        present = support > 0
-        aucs = [scores.roc_auc(*pair) for pair in zip(probability.T, truth.T > 0, strict=True)]
-        return {
-            "macro_f1": float((2.0 * hits / np.maximum(confusion.sum(0) + support, 1)).mean()),
-            "accuracy": float(np.trace(confusion) / len(target)),
-            "balanced_accuracy": float((hits[present] / support[present]).mean()),
-            "macro_auc": float(np.mean(aucs)),
-            "quadratic_kappa": scores.quadratic_kappa(confusion),
-            "calibration_error": scores.calibration_error(probability, target),
-            "brier": float(((probability - truth) ** 2).sum(1).mean()),
-        }
+        more = {}
+        if set(self._calibrated) <= set(predictions):
+            more = scores.calibration(predictions[self._calibrated].to_numpy(np.float64), target)
+        return scores.of_classes(probability, target) | {f"calibrated_{name}": value for name, value in more.items()}
+
+    def remarks(self, predictions: pd.DataFrame) -> dict[str, str]:
+        return scores.absent_remark([name for name in self.classes if name not in set(predictions["label"])], "class")
 
     @classmethod
     def _needed(cls, names: Sequence[str]) -> set[str]:
@@ -234,8 +239,9 @@ class Classification(NamedOutputs):
         return [{name: value for name, value in one.items() if name.startswith("prob_")} for one in found]
 
     def decided(self, averaged: pd.DataFrame) -> pd.DataFrame:
-        """``predicted``: the class with the highest mean probability."""
-        averaged.insert(0, "predicted", self._name(averaged.to_numpy().argmax(1)))
+        """``predicted``: the class with the highest mean probability, calibrated where members are."""
+        names = self._calibrated if set(self._calibrated) <= set(averaged) else self._probabilities
+        averaged.insert(0, "predicted", self._name(averaged[names].to_numpy().argmax(1)))
         return averaged
 
     def summary(self, predictions: pd.DataFrame) -> list[str]:
@@ -366,16 +372,10 @@ class Multilabel(NamedOutputs):
         probability = predictions[self._probabilities].to_numpy(np.float64)
         if not len(truth):
             return dict.fromkeys(self.shown, math.nan)
-        positive = probability >= 0.5  # a label is predicted at logit >= 0, as in the release
-        f1 = 2.0 * (positive & truth).sum(0) / np.maximum(positive.sum(0) + truth.sum(0), 1)
+        return scores.of_labels(probability, truth)
 
-        def mean(score: Callable[..., float]) -> float:
-            values = [score(*pair) for pair in zip(probability.T, truth.T, strict=True)]
-            defined = [value for value in values if not math.isnan(value)]
-            return float(np.mean(defined)) if defined else math.nan
-
-        whole = {"macro_f1": float(f1.mean()), "accuracy": float((positive == truth).mean())}
-        return {"macro_map": mean(scores.average_precision), **whole, "macro_auc": mean(scores.roc_auc)}
+    def remarks(self, predictions: pd.DataFrame) -> dict[str, str]:
+        return scores.absent_remark([name for name in self.classes if not predictions[name].any()], "label")
 
     @classmethod
     def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:

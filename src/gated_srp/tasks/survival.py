@@ -55,7 +55,7 @@ class Survival(Task):
     ``edges`` come from the training cases (`Survival.fit`); so does ``training``, by which the other metrics correct
     for censoring (without it, the evaluated cases themselves serve). Fewer than three edges (tied times) leave the last
     outputs without a bin; nothing trains them and no prediction uses them.
-    Columns: ``time``, ``event`` (truth), ``risk``, ``survival_1`` ... the probability to live through bin 1, 2, ...
+    Columns: ``time``, ``event`` (truth), ``risk``, ``survival_at_<edge>``: the probability to outlive the end of bin 1, 2, ...
     """
 
     edges: tuple[float, ...]
@@ -245,8 +245,8 @@ class Survival(Task):
         from scipy.special import expit
 
         hazard = np.clip(expit(base.as_numpy(logits)), SMALLEST, 1 - SMALLEST)
-        curve = np.cumprod(1 - hazard, axis=1)[:, : len(self.edges) + 1]  # (B, bins)
-        return {"risk": -curve.sum(1), **dict(zip(self._curve, curve.T, strict=True))}
+        curve = np.cumprod(1 - hazard, axis=1)[:, : len(self.edges) + 1]  # (B, bins); the last bin has no end
+        return {"risk": -curve.sum(1), **dict(zip(self._curve, curve.T[:-1], strict=True))}
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """Mean risk, and mean survival curve, of the slides."""
@@ -256,12 +256,12 @@ class Survival(Task):
         """C-index and Uno's C of the risk; Brier score and AUC at the bin edges.
 
         These are the only times of which the model speaks: to live through bin k is to outlive edge k, so
-        ``survival_k`` is the prediction for that time, without interpolation.
+        ``survival_at_<edge k>`` is the prediction for that time, without interpolation.
         """
         cases = _read(predictions)
         training = self.training or cases
         risk = predictions["risk"].to_numpy(np.float64)
-        survival = predictions[self._curve[:-1]].to_numpy(np.float64)  # (B, edges)
+        survival = predictions[self._curve].to_numpy(np.float64)  # (B, edges)
         return {
             "c_index": scores.concordance_index(risk, cases),
             "uno_c": scores.uno_concordance(risk, cases, training),
@@ -292,11 +292,10 @@ class Survival(Task):
         found: list[Columns] = []
         for task, own, one in zip(tasks, edges, logits, strict=True):
             columns = task.predict(one)
-            curve = np.stack([columns[f"survival_{k + 1}"] for k in range(len(own))], 1)  # (B, edges)
+            curve = np.stack([columns[name] for name in _names(own)], 1)  # (B, edges)
             if times != own:
                 curve = scores.curve_at(np.asarray(times), np.asarray(own), curve)
-            named = {f"survival_at_{time:.10g}": value for time, value in zip(times, curve.T, strict=True)}
-            found.append({"risk": columns["risk"], **named})
+            found.append({"risk": columns["risk"], **dict(zip(_names(times), curve.T, strict=True))})
         return found
 
     def summary(self, predictions: pd.DataFrame) -> list[str]:
@@ -335,7 +334,11 @@ class Survival(Task):
 
     @property
     def _curve(self) -> list[str]:
-        return [f"survival_{k + 1}" for k in range(len(self.edges) + 1)]
+        return _names(self.edges)
+
+
+def _names(times: Sequence[float]) -> list[str]:
+    return [f"survival_at_{time:.10g}" for time in times]
 
 
 def read_events(cells: Cells, where: Path, *, censorship: bool) -> Cells:

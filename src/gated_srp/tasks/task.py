@@ -222,6 +222,10 @@ class Task(ABC):
     def predict(self, logits: Tensor) -> Columns:
         """Prediction columns of (B, K) logits."""
 
+    def calibrated(self, logits: Tensor) -> Columns:
+        """Further columns, of logits that were divided by the fitted temperature; asked for only where ``calibrates``."""
+        return {}
+
     @abstractmethod
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """One row per case from a predictions table with one row per slide."""
@@ -229,6 +233,10 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
         """Every metric of a labelled predictions table; not a number where it is not defined."""
+
+    def remarks(self, predictions: pd.DataFrame) -> dict[str, str]:
+        """What to say beside metrics of a labelled predictions table, by metric."""
+        return {}
 
     # A finished model on other slides --------------------------------------------------------------------------------
 

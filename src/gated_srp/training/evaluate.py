@@ -48,6 +48,11 @@ class Evaluation:
     def patients(self) -> int:
         return int(self.slides["case"].nunique())
 
+    @property
+    def remarks(self) -> dict[str, str]:
+        """What to say beside metrics, by metric."""
+        return self.run.task.remarks(self.slides if self.score == "slide" else self.cases)
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is undefined is None."""
         card = self.run.card
@@ -64,6 +69,7 @@ class Evaluation:
             "temperature": self.run.temperature,
             "bootstrap": {"resampled": "patients", "repeats": self.repeats, "seed": self.seed, "interval": 1 - LEVEL},
             "metrics": self.metrics.set_index("metric").to_dict("index"),
+            "remarks": self.remarks,
             "notes": [note.line for note in self.notes],
         }
         if self.findings is not None:
@@ -140,7 +146,9 @@ def evaluate(
         progress=progress,
     )
     kept = slides.set_index("slide").loc[found.slides["slide"]].reset_index()
-    columns = {**trained.task.answers(kept), **trained.task.predict(trained.calibrated(found.logits[0]))}
+    logits = found.logits[0].double()
+    columns = {**trained.task.answers(kept), **trained.task.predict(logits)}
+    columns |= trained.calibrated(logits) if trained.temperature != 1.0 else {}
     predicted = found.slides[["slide", "case"]].assign(
         **columns, **{name: found.slides[name] for name in ("training_distance", "unlike_training")}
     )

@@ -41,7 +41,7 @@ FORMAT = 1  # of state.pt
 _PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchmetrics", "torchsurv")
 # Settings that change where or how fast a run is computed, not what it computes.
 _FREE = {"out", "cache.folder", "train.workers", "train.log", "train.checkpointing"}
-_LATER = {"train.gate_lr": 1.0}  # settings that runs of earlier versions lack, and what those were computed with
+_LATER: dict[str, Any] = {"train.gate_lr": 1.0, "select": {"ties": "first"}}  # what versions did that lacked a setting
 _TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
 _held: set[int] = set()  # descriptors of locks held by this process
 
@@ -265,10 +265,10 @@ def differences(there: Any, asked: Any, name: str = "") -> list[str]:
     """
     if name in _FREE:
         return []
+    there = _LATER.get(name) if there is None else there
     if isinstance(there, dict) and isinstance(asked, dict):
         keys = list(dict.fromkeys([*there, *asked]))
         return [d for k in keys for d in differences(there.get(k), asked.get(k), f"{name}.{k}".lstrip("."))]
-    there = _LATER.get(name) if there is None else there
     same = there == asked or (there is None and asked is False)  # off, and unknown to the version that made the folder
     if name == "encoder" and there and asked:
         same = may_be_same(there, asked)  # the folder may have the old name of several

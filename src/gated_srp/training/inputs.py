@@ -51,10 +51,11 @@ class TrainingData:
         assert self.bags.targets is not None
         return self.bags.targets[rows]
 
-    def predictions(self, rows: list[int], logits: Tensor) -> pd.DataFrame:
-        """One row per slide: slide, case, truth, predictions."""
+    def predictions(self, rows: list[int], logits: Tensor, temperature: float = 1.0) -> pd.DataFrame:
+        """One row per slide: slide, case, truth, predictions; calibrated ones too where a temperature was fitted."""
         chosen = self.slides.loc[rows].reset_index(drop=True)
         columns = {**self.task.answers(chosen), **self.task.predict(logits)}
+        columns |= self.task.calibrated(logits.double() / temperature) if temperature != 1.0 else {}
         return chosen[["slide", "case"]].assign(**columns)
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:

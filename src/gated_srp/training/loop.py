@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from gated_srp.errors import UserError
 from gated_srp.models.slide import SlideModel
 from gated_srp.srp import PatchGraph, SignedGate, range_free, regimes
 from gated_srp.streams import stream
-from gated_srp.tasks import Task
+from gated_srp.tasks import Task, selection_score
 from gated_srp.training.folder import Checkpoint, TrainingProgress
 from gated_srp.training.optim import flat_gradients, learning_rate, make_optimiser
 from gated_srp.training.ranks import Ranks, accelerator, choose_precision
@@ -55,6 +56,7 @@ class Training:
     seed: int
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     best: dict[str, Tensor] | None = None
+    ties: str = "first"  # which of equally good epochs is kept: the first, or the one of the lowest validation ``loss``
     stepping: bool = False  # weights and progress do not agree just now
 
     def __post_init__(self) -> None:
@@ -188,17 +190,33 @@ def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[flo
 
 
 def finish_epoch(training: Training, bags: int, metrics: dict[str, float], score: float) -> None:
-    """Write down what the epoch gave, keep its weights if no earlier epoch was as good, and go to the next."""
+    """Write down what the epoch gave, keep its weights if no earlier epoch was as good (or by ``ties``), and go to the next."""
     progress = training.progress
+    better = score > progress.best_score
+    if training.ties == "loss" and score == progress.best_score:
+        better = metrics["loss"] < dict(_validation(training))[progress.best_epoch]["loss"]
     number = progress.epoch + 1
     progress.history.append([number, "train", "loss", progress.loss / bags])
     progress.history += [[number, "val", name, value] for name, value in metrics.items()]
     progress.gate_history += training.gates.rows(number, progress.gates, bags)
-    if score > progress.best_score:
+    if better:
         progress.best_score, progress.best_epoch = score, number
         training.best = {name: value.detach().clone() for name, value in training.model.state_dict().items()}
     progress.epoch, progress.bags, progress.loss = number, 0, 0.0
     progress.gates = torch.zeros_like(progress.gates)
+
+
+def tied_epochs(training: Training) -> int:
+    """How many epochs have the score of the kept one, itself among them."""
+    scores = [selection_score(training.task, metrics, metrics["loss"]) for _, metrics in _validation(training)]
+    return scores.count(training.progress.best_score)
+
+
+def _validation(training: Training) -> Iterator[tuple[int, dict[str, float]]]:
+    """Each epoch so far with its validation metrics."""
+    rows = [row for row in training.progress.history if row[1] == "val"]
+    for epoch, own in groupby(rows, key=lambda row: row[0]):
+        yield epoch, {name: value for _, _, name, value in own}
 
 
 @torch.no_grad()

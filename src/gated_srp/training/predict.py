@@ -1,4 +1,4 @@
-"""Trained models on slides without labels: calibrated probabilities, or risk and survival; several runs as an ensemble.
+"""Trained models on slides without labels: probabilities, or risk and survival; several runs as an ensemble.
 
 Shapes: M runs, B slides, C channels, K outputs.
 """
@@ -24,6 +24,7 @@ from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
+from gated_srp.tasks.metrics import FEWEST
 from gated_srp.training.inputs import slide_mean
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
@@ -42,9 +43,9 @@ _MOST = 10  # kinds of warnings that are reported
 class Predictions:
     """One row per slide in ``table``, and what could not be predicted.
 
-    Columns: slide, file, patches; then ``predicted`` and ``prob_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs
-    their mean, and ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the
-    farthest of them) and ``unlike_training``.
+    Columns: slide, file, patches; then, as in a run's own predictions, ``predicted``, ``prob_<class>`` (raw) and, where a temperature
+    was fitted, ``calibrated_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs their mean, and
+    ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the farthest of them) and ``unlike_training``.
     """
 
     table: pd.DataFrame
@@ -294,9 +295,11 @@ def _limits(runs: Sequence[TrainedRun]) -> Iterator[Note]:
     if runs[0].encoder is None and runs[0].images is None:
         said = "the model's card names no encoder, so only the width of the features could be compared"
         yield Note("note", "unnamed_encoder", said)
-    if any(run.task.calibrates and run.temperature == 1.0 for run in runs):
-        said = "probabilities are as the model gives them: the run's validation could not determine a temperature"
-        yield Note("note", "uncalibrated", said)
+    for run in [run for run in runs if run.task.calibrates and run.temperature == 1.0][:1]:
+        why = "the run's validation could not determine a temperature"
+        if (count := run.card.get("calibration_slides", FEWEST)) < FEWEST:
+            why = f"{counted(count, 'validation slide')}, {FEWEST} are needed to fit a temperature"
+        yield Note("note", "uncalibrated", f"probabilities are as the model gives them: {why}")
     if any(run.features is None for run in runs):
         said = "a model's card has no statistics of its training slides: not every slide unlike them can be found"
         yield Note("note", "no_statistics", said)

@@ -9,10 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig
 from gated_srp.config.load import with_changes
@@ -21,15 +18,15 @@ from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError
-from gated_srp.models import ARMS, SlideModel, build_model, save_model
+from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.tasks import Task, fit_temperature, selection_score
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
 from gated_srp.training.folder import RunFolder, environment, load_checkpoint, save_checkpoint, settings_of, versions
-from gated_srp.training.inputs import FeatureStatistics, TrainingData, evenly, load_inputs, slide_mean
-from gated_srp.training.loop import Callbacks, Training, fit, predict_logits
+from gated_srp.training.inputs import TrainingData, load_inputs
+from gated_srp.training.loop import Training, fit
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
 from gated_srp.training.ranks import Ranks, accelerator, choose_precision, launch
+from gated_srp.training.results import read_results, validate, write_results
 
 
 def train(
@@ -154,7 +151,10 @@ def _train(job: Job, callbacks: RunCallbacks) -> None:
             write_results(run, results, training, _about(job, inputs, ranks.precision))
             run.state.unlink(missing_ok=True)
             found = results.metrics["test"][inputs.score] or {}
-            said = ", ".join(f"{name} {value:.4f}" for name, value in found.items()) or "no slides"
+            beside = {name: f" ({remark})" for name, remark in results.remarks["test"].items()}
+            said = (
+                ", ".join(f"{name} {value:.4f}{beside.get(name, '')}" for name, value in found.items()) or "no slides"
+            )
             callbacks.say(f"{run.path}: finished. Best epoch {training.progress.best_epoch}; test: {said}")
         ranks.wait()
 
@@ -179,7 +179,9 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
             callbacks.say(line)
     if train.only == "gate":
         freeze_all_but_gates(model, job.arm)
-    training = Training(ranks, model.to(ranks.device), inputs.task, loader, train, job.seed)
+    training = Training(
+        ranks, model.to(ranks.device), inputs.task, loader, train, job.seed, ties=job.config.select.ties
+    )
     if begun:
         saved = run.environment
         torch.set_num_threads(saved.get("threads", torch.get_num_threads()))
@@ -250,107 +252,4 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         "precision": precision,
         "gate_lr": job.config.train.gate_lr,
         "versions": versions(),
-    }
-
-
-# Results: the best weights, read once on validation and test ------------------------------------------------------------
-
-
-def validate(training: Training, inputs: TrainingData, callbacks: Callbacks) -> tuple[dict[str, float], float]:
-    """Validation metrics at the level that scores, the loss among them, and the score that selects."""
-    rows = inputs.rows("val")
-    logits = _logits(training, rows, callbacks)
-    loss = float(inputs.task.loss(logits, inputs.targets(rows)))
-    slides = inputs.predictions(rows, logits)
-    metrics = inputs.task.metrics(slides if inputs.score == "slide" else inputs.by_case(slides))
-    return {"loss": loss, **metrics}, selection_score(inputs.task, metrics, loss)
-
-
-def _logits(training: Training, rows: list[int], callbacks: Callbacks) -> Tensor:
-    return predict_logits(training.ranks, training.model, training.loader, rows, callbacks.bag, batch=training.batch)
-
-
-@dataclass(frozen=True, eq=False)
-class Results:
-    """What a finished training gave. Tables by part (val, test) and level (slide, case)."""
-
-    tables: dict[tuple[str, str], pd.DataFrame]
-    metrics: dict[str, dict[str, dict[str, float] | None]]
-    temperature: float
-    facts: dict[str, Any]  # of the training set, for the card
-
-
-def read_results(training: Training, inputs: TrainingData, callbacks: Callbacks) -> Results:
-    """Predict with the best weights; the test slides are read here, once, and nowhere else."""
-    if training.best is None:
-        cure = "Lower train.lr, or check the features."
-        raise UserError("no epoch gave a validation score that is a number", cure=cure)
-    training.model.load_state_dict(training.best)
-    tables: dict[tuple[str, str], pd.DataFrame] = {}
-    metrics: dict[str, dict[str, dict[str, float] | None]] = {}
-    temperature = 1.0
-    for part in ("val", "test"):
-        rows = inputs.rows(part)
-        logits = _logits(training, rows, callbacks)
-        if part == "val":
-            temperature = fit_temperature(inputs.task, logits, inputs.targets(rows))
-        slides = inputs.predictions(rows, logits)
-        cases = inputs.by_case(slides)
-        tables |= {(part, "slide"): slides, (part, "case"): cases}
-        metrics[part] = {"slide": _metrics(inputs.task, slides), "case": _metrics(inputs.task, cases)}
-    return Results(tables, metrics, temperature, _training_facts(training, inputs, callbacks))
-
-
-def write_results(run: RunFolder, results: Results, training: Training, about: Mapping[str, Any]) -> None:
-    """All files of a finished run; metrics.json is the last, and says that it is finished."""
-    for (part, level), table in results.tables.items():
-        run.write_csv(f"predictions_{part}_{level}.csv", table)
-    card = {**about, **results.facts, "temperature": results.temperature, "best_epoch": training.progress.best_epoch}
-    try:
-        save_model(training.model, run.model, card)
-    except (OSError, SafetensorError) as error:
-        cure = "Free some space, then start the same command again."
-        raise UserError(f"cannot be written ({error})", where=run.model, cure=cure) from error
-    keys = ("cohort", "arm", "seed", "fold", "score", "select", "split_hash")
-    run.write_json(
-        "metrics.json",
-        {
-            **{key: about[key] for key in keys},
-            "best_epoch": training.progress.best_epoch,
-            "best_score": training.progress.best_score,
-            "temperature": results.temperature,
-            **results.metrics,
-        },
-    )
-
-
-def _metrics(task: Task, table: pd.DataFrame) -> dict[str, float] | None:
-    """None where the table has no truth (cases whose slides differ), or no row."""
-    return task.metrics(table) if len(table) and set(task.truth) <= set(table) else None
-
-
-def _training_facts(training: Training, inputs: TrainingData, callbacks: Callbacks) -> dict[str, Any]:
-    """Feature statistics, strides and encoder of training slides, and what the task keeps of its predictions on them."""
-    rows = inputs.rows("train")
-    facts = _look_at_features(training.loader, evenly(rows))
-    if inputs.task.judges_training:
-        logits = _logits(training, rows, callbacks)
-        facts |= inputs.task.training_facts(inputs.by_case(inputs.predictions(rows, logits)))
-    return facts
-
-
-def _look_at_features(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
-    means: list[Tensor] = []
-    strides, encoders = set(), set()
-    for bag in loader.epoch(rows):
-        means.append(slide_mean(bag.features))
-        um = open_header(bag.path, loader.dataset.settings).stride_um
-        strides.add((float(bag.stride), bag.unit, um))
-        encoders.add(bag.encoder)
-    return {
-        "features": FeatureStatistics.fit(torch.stack(means)).as_card(),
-        "stride": [
-            {"value": value, "unit": unit, "um": um} for value, unit, um in sorted(strides, key=lambda one: one[:2])
-        ],
-        "encoder": next(iter(encoders)) if len(encoders) == 1 else None,
     }

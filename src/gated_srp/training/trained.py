@@ -27,6 +27,7 @@ from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card
+from gated_srp.tasks.task import Columns
 from gated_srp.training.inputs import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ class TrainedRun:
         made = {key: self.card[key] for key in ("order", "window", "lattice", "cap", "dtype") if key in self.card}
         return replace(reading, **made, encoder=self.encoder or reading.encoder, images=self.images)
 
-    def calibrated(self, logits: Tensor) -> Tensor:
-        """(B, K) logits over the temperature that was fitted on validation."""
-        return logits.double() / self.temperature
+    def calibrated(self, logits: Tensor) -> Columns:
+        """Calibrated columns of (B, K) logits: those over the temperature that was fitted on validation."""
+        return self.task.calibrated(logits.double() / self.temperature)
 
 
 def open_runs(runs: Sequence[str | Path | TrainedRun]) -> list[TrainedRun]:
@@ -136,10 +137,15 @@ def open_runs(runs: Sequence[str | Path | TrainedRun]) -> list[TrainedRun]:
 
 
 def average(runs: Sequence[TrainedRun], logits: Sequence[Tensor]) -> pd.DataFrame:
-    """Calibrated answers of each run's (B, K) logits: of one run, or the mean of several with its spread (n - 1)."""
+    """Answers of each run's (B, K) logits: of one run, or the mean of several with its spread (n - 1).
+
+    Where a run has a temperature there are calibrated columns too; runs without one enter their means as they are.
+    """
     task = runs[0].task
-    calibrated = [run.calibrated(one) for run, one in zip(runs, logits, strict=True)]
-    each = type(task).member_numbers([run.task for run in runs], calibrated)
+    each = type(task).member_numbers([run.task for run in runs], logits)
+    if any(run.temperature != 1.0 for run in runs):
+        both = zip(each, runs, logits, strict=True)
+        each = [{**numbers, **run.calibrated(one)} for numbers, run, one in both]
     values = {name: np.stack([one[name] for one in each]) for name in each[0]}  # (M, B)
     table = task.decided(pd.DataFrame({name: value.mean(0) for name, value in values.items()}))
     if len(runs) > 1:
