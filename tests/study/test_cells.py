@@ -7,7 +7,16 @@ from study.study_cells import cells, config, finish
 
 from gated_srp.data.splits import Split, write_split
 from gated_srp.errors import UserError
-from gated_srp.study.cells import Cell, Row, distinct, plan, quick_version, refuse_mismatches, refuse_unpaired
+from gated_srp.study.cells import (
+    Cell,
+    Row,
+    distinct,
+    plan,
+    quick_version,
+    refuse_mismatches,
+    refuse_unpaired,
+    run_notes,
+)
 
 
 def test_a_cell_lives_where_train_writes(tmp_path):
@@ -151,3 +160,21 @@ def test_an_arm_may_be_named_with_settings_of_its_own(tmp_path):
 def test_a_setting_of_an_arm_that_cannot_be_used_is_refused_before_anything_runs(tmp_path, name, words):
     with pytest.raises(UserError, match=words):
         plan(config(tmp_path), [Row.of(name)], [42])
+
+
+def test_what_runs_say_beside_their_numbers_reaches_the_study(tmp_path):
+    found = cells(tmp_path)
+    remark = "class b is absent and counts as 0"
+    for cell, ties in zip(found[:3], (4, 1, 2), strict=True):
+        finish(cell)
+        more = {
+            "ties": {"rule": "first", "epochs": ties},
+            "remarks": {"test": {"macro_f1": remark} if cell.seed == 42 else {}},
+        }
+        (cell.key / "metrics.json").write_text(json.dumps(cell.run.results | more))
+    assert run_notes(found) == (
+        "in 2 of 3 runs the kept epoch tied with others on validation, e.g. toy na seed 42 with 4 epochs in all (select.ties: first)",
+        "toy, seed 42, macro_f1: class b is absent and counts as 0",
+    )
+    finish(found[3])
+    assert run_notes(found[3:]) == ()

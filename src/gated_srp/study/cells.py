@@ -206,3 +206,25 @@ def split_hash(cell: Cell) -> str | None:
         return None
     units = rows.columns[0]
     return Split(str(units), dict(zip(rows[units], rows["split"], strict=True)), str(run.path)).hash
+
+
+def run_notes(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """What finished runs say of themselves that belongs beside their numbers: ties between epochs, remarks on test metrics."""
+    done = [(cell, cell.run.results) for cell in distinct(cells) if cell.run.finished]
+    tied = [(cell, found["ties"]) for cell, found in done if (found.get("ties") or {}).get("epochs", 1) > 1]
+    notes = []
+    if tied:
+        first, ties = tied[0]
+        notes.append(
+            f"in {len(tied)} of {counted(len(done), 'run')} the kept epoch tied with others on validation, e.g. {first} with "
+            f"{ties['epochs']} epochs in all (select.ties: {ties['rule']})"
+        )
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for cell, found in done:
+        for metric, remark in ((found.get("remarks") or {}).get("test") or {}).items():
+            said.setdefault((cell.cohort, metric, remark), []).append(cell.unit)
+    for (cohort, metric, remark), units in said.items():
+        distinct_units = list(dict.fromkeys(units))
+        seeds = f"seed{'s' if len(distinct_units) > 1 else ''} {', '.join(distinct_units)}"
+        notes.append(f"{cohort}, {seeds}, {metric}: {remark}")
+    return tuple(notes)

@@ -114,7 +114,7 @@ def compare(
     from gated_srp.config.cohort import open_cohort
     from gated_srp.config.load import with_changes
     from gated_srp.reports.tables import write_comparison
-    from gated_srp.study.cells import Row, plan, quick_version
+    from gated_srp.study.cells import Row, plan, quick_version, run_notes
     from gated_srp.study.engine import Running, run_cells
     from gated_srp.study.tuning import tuned_rows
 
@@ -135,7 +135,8 @@ def compare(
     if ran.script:
         return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, note, script=ran.script)
     results = collect(cells)
-    comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=(*([note] if note else []), *notes))
+    said = (*([note] if note else []), *notes, *run_notes(cells))
+    comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=said)
     title = f"{config.name}{' (quick)' if note else ''}"
     files = write_comparison(folder, cells, results, comparison, title=title, mark=note)
     return CompareResult(results, comparison, folder, note, files=tuple(files), failed=ran.failed)
