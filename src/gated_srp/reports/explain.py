@@ -165,8 +165,9 @@ def _in_words(name: str, value: object) -> tuple[str, str]:
     >>> _in_words("prob_tumour", 0.959), _in_words("risk", 1.25), _in_words("predicted", "tumour")
     (('probability of tumour', '95.9 %'), ('risk', '1.25'), ('predicted', 'tumour'))
     """
-    if isinstance(value, float) and name.startswith("prob_"):
-        return f"probability of {name.removeprefix('prob_')}", f"{100 * value:.1f} %"
+    for start, words in (("prob_", "probability of"), ("calibrated_", "calibrated probability of")):
+        if isinstance(value, float) and name.startswith(start):
+            return f"{words} {name.removeprefix(start)}", f"{100 * value:.1f} %"
     return name, f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
