@@ -49,6 +49,15 @@ def init(
     say(f"next: gated-srp check {output}")
 
 
+def schema() -> None:
+    """Print the JSON schema of a cohort's YAML, with which editors complete and check it: gated-srp schema > cohort.schema.json"""
+    import json
+
+    from gated_srp.config.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
 def demo(
     output: Annotated[Path, Option("--out", "-o", help="Folder of the demo.")] = Path("gated-srp-demo"),
 ) -> None:

@@ -81,6 +81,15 @@ def compare(
         raise typer.Exit(1)
 
 
+def arms() -> None:
+    """List the models that --arm, --arms and the YAML's `arms` name: what each does, and which task it is not made for."""
+    from gated_srp.models import ARMS
+
+    for name, arm in ARMS.items():
+        refused = f"; not for {' or '.join(arm.refuses)}" if arm.refuses else ""
+        say(f"{name:<26} {arm.about}{refused}")
+
+
 def tune(
     cohort: Cohort,
     arm: Annotated[str, Option(help="The arm whose gate is tuned.")] = "gated_srp",

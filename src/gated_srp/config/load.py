@@ -13,12 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gated_srp.config.cohort import CacheConfig, CohortConfig, FoldsConfig, ImagesConfig, ModelConfig, TrainConfig
+from gated_srp.config.cohort import CohortConfig
 from gated_srp.data.files.siblings import canonical
 from gated_srp.data.spreadsheet import Columns, read_frame, resolve_columns
 from gated_srp.errors import UserError
@@ -27,7 +27,7 @@ from gated_srp.tasks import find_task, named_task, task_names
 
 _IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
 _PATHS = ("labels", "features", "coords", "images", "table", "slides", "split", "cache", "out")
-_SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
+SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _DEEPEST = 6
 _LARGEST = 2**20  # bytes
@@ -93,7 +93,7 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], settings: Se
         changes = {inner: value} if inner else value
         if isinstance(changes, Mapping):
             section = values.get(top) or {}
-            old = section if isinstance(section, Mapping) else {_SHORT.get(top, ""): section}
+            old = section if isinstance(section, Mapping) else {SHORT.get(top, ""): section}
             values[top] = {**old, **_placed(top, dict(changes), Path.cwd(), settings)}
         else:
             values[top] = _placed(top, value, Path.cwd(), settings)
@@ -168,10 +168,19 @@ def _explained(error: ValidationError, settings: Settings) -> UserError:
     return UserError("\n".join(dict.fromkeys(found)))
 
 
+def config_sections() -> dict[str, type[BaseModel]]:
+    """The settings that are sections with settings of their own: ``train``, ``model``, ..."""
+    kinds = {key: get_args(field.annotation) or (field.annotation,) for key, field in CohortConfig.model_fields.items()}
+    own = {
+        key: [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        for key, found in kinds.items()
+    }
+    return {key: found[0] for key, found in own.items() if found}
+
+
 def _nearest(keys: tuple[str, ...]) -> str:
     """The setting that was probably meant."""
-    sections: dict[str, type[BaseModel]] = {"model": ModelConfig, "train": TrainConfig, "folds": FoldsConfig}
-    sections |= {"cache": CacheConfig, "images": ImagesConfig}
+    sections = config_sections()
     schema = sections.get(keys[0], CohortConfig) if len(keys) > 1 else CohortConfig
     near = difflib.get_close_matches(keys[-1].lower(), schema.model_fields, n=1, cutoff=0.5)
     elsewhere = [f"{name}.{keys[-1]}" for name, section in sections.items() if keys[-1] in section.model_fields]

@@ -55,9 +55,9 @@ class Gate:
 class Arm:
     """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too.
 
-    Facts for the rest of the house: ``title``: what tables print, if not the name; ``trunk``: what the paper's gate settings are
-    keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``: attention over all pairs of
-    patches; ``method``: Gated SRP itself, no ablation or control of it.
+    Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
+    the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
+    attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it.
     """
 
     attention: Callable[[Sizes, int], Attention]
@@ -66,6 +66,7 @@ class Arm:
     last: bool = False
     position: Callable[[int], PPEG] | None = PPEG
     title: str = ""
+    about: str = ""
     trunk: str = "nystrom"
     base: str = "na"
     dense: bool = False
@@ -73,6 +74,7 @@ class Arm:
 
     images: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
+    refuses: ClassVar[Mapping[str, str]] = {}  # kind of task -> why
 
     @property
     def gated(self) -> bool:
@@ -127,6 +129,7 @@ class PeerArm:
     name: str
     takes: tuple[str, ...] = ()
     title: str = ""
+    about: str = ""
     gated: bool = False
 
     trunk: ClassVar[str] = "peer"
@@ -135,6 +138,14 @@ class PeerArm:
     method: ClassVar[bool] = False
     images: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """As its model says: kind of task -> why it is not made for it."""
+        from gated_srp.models import peers
+
+        found: Mapping[str, str] = getattr(getattr(peers, self.name), "refuses", {})
+        return found
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> "Peer":
         from gated_srp.models import peers  # a run of another arm does not load them
@@ -174,57 +185,87 @@ _vit4 = partial(Arm, position=None, trunk="vit4", base="vit4", dense=True)
 _vit_s16 = partial(ImageArm, trunk="vit_s16", base="vit_s16", dense=True)
 
 ARMS: dict[str, Arm | PeerArm] = {
-    # the paper's comparison
-    "na": Arm(_nystrom, title="NA"),
-    "xsa": _gated(_fixed(1.0), direction=lambda sizes: OwnValue(), last=True, title="XSA"),
-    "diff": Arm(_differential, title="Diff"),
-    "gated_srp": _gated(Gate(), title="Gated SRP", method=True),
-    # fixed projection strength
-    "fixed_beta_minus1": _gated(_fixed(-1.0)),
-    "fixed_beta_1": _gated(_fixed(1.0)),
-    "fixed_beta_2": _gated(_fixed(2.0)),
-    # gate range, gradients, factorisation, initialisation
-    "gated_srp_sigmoid": _gated(Gate(bound=srp.nonnegative)),
-    "gated_srp_range_free": _gated(Gate(bound=srp.range_free)),
-    "gated_srp_live": _gated(Gate(live=True)),
-    "gated_srp_token_only": _gated(Gate(head=False)),
-    "gated_srp_head_only": _gated(Gate(hidden_dim=None)),
-    "gated_srp_no_bias": _gated(Gate(bias=False)),
-    "gated_srp_xavier": _gated(Gate(init=srp.xavier)),
-    "gated_srp_kaiming": _gated(Gate(init=srp.kaiming)),
-    # controls: the same gate on another axis, a gate that only removes, weights without a direction
-    "axis_own_value": _gated(Gate(), direction=lambda sizes: OwnValue()),
-    "axis_slide_mean": _gated(Gate(), direction=lambda sizes: srp.SlideMean()),
-    "axis_random": _gated(
-        Gate(), direction=lambda sizes: srp.RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads)
+    # The paper's comparison
+    "na": Arm(_nystrom, title="NA", about="Nystrom attention, nothing corrected: the base of all that follow"),
+    "xsa": _gated(
+        _fixed(1.0),
+        direction=lambda sizes: OwnValue(),
+        last=True,
+        title="XSA",
+        about="removes what lies along each token's own value",
     ),
-    "gated_srp_nonnegative": _gated(Gate(bound=srp.rectified)),
-    "axis_shuffled": _gated(Gate(), direction=lambda sizes: srp.ShuffledNeighbours()),
-    "adapter": AdaptedArm(_nystrom),
-    # dense attention over variable lengths
-    "vit4": _vit4(_dense),
-    "vit4_xsa": _vit4(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
-    "vit4_diff": _vit4(_dense_differential),
-    "vit4_gated_srp": _vit4(_dense, Gate(), method=True),
-    # as the release trained it on PANDA: the gate of the architecture table
-    "vit4_gated_srp_published": _vit4(_dense, Gate(srp.FourInputGate)),
-    # images, dense attention over a fixed grid
-    "vit_s16": _vit_s16(_dense),
-    "vit_s16_xsa": _vit_s16(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True),
-    "vit_s16_diff": _vit_s16(_dense_differential),
-    "vit_s16_gated_srp": _vit_s16(_dense, Gate(), method=True),
-    "vit_s16_fixed_beta_minus1": _vit_s16(_dense, _fixed(-1.0)),
-    "vit_s16_fixed_beta_1": _vit_s16(_dense, _fixed(1.0)),
-    "vit_s16_fixed_beta_2": _vit_s16(_dense, _fixed(2.0)),
-    # peers, at the width of the others; TransMIL and CLAM as published
-    "local_attention": Arm(_local),
-    "mean_pool": PeerArm("MeanPool", ("dim",)),
-    "abmil": PeerArm("ABMIL", ("dim",)),
-    "srp_abmil": PeerArm("srp_abmil", ("dim", "delta", "hidden_dim"), gated=True),
-    "dsmil": PeerArm("DSMIL", ("dim",)),
-    "clam_sb": PeerArm("CLAM"),
-    "transmil": PeerArm("TransMIL"),
-    "linear_probe": PeerArm("LinearProbe"),
+    "diff": Arm(_differential, title="Diff", about="differential attention: one map minus lambda times a second"),
+    "gated_srp": _gated(
+        Gate(),
+        title="Gated SRP",
+        method=True,
+        about="the paper's method: a learned signed gate along the neighbours' mean",
+    ),
+    # Fixed projection strength
+    "fixed_beta_minus1": _gated(_fixed(-1.0), about="doubles the part along the neighbours' mean"),
+    "fixed_beta_1": _gated(_fixed(1.0), about="removes that part"),
+    "fixed_beta_2": _gated(_fixed(2.0), about="flips that part"),
+    # Ablations of the gate: range, gradients, factorisation, initialisation
+    "gated_srp_sigmoid": _gated(
+        Gate(bound=srp.nonnegative), about="beta between 0 and delta (a sigmoid); does not start as an identity"
+    ),
+    "gated_srp_range_free": _gated(Gate(bound=srp.range_free), about="2 tanh(logit / 2) in place of delta tanh(logit)"),
+    "gated_srp_live": _gated(Gate(live=True), about="gradients flow through what the gate measures"),
+    "gated_srp_token_only": _gated(
+        Gate(head=False), about="one coefficient for all heads of a token, but for their biases"
+    ),
+    "gated_srp_head_only": _gated(Gate(hidden_dim=None), about="no token MLP"),
+    "gated_srp_no_bias": _gated(Gate(bias=False), about="no biases in the gate"),
+    "gated_srp_xavier": _gated(Gate(init=srp.xavier), about="starts from Xavier's values, not as an identity"),
+    "gated_srp_kaiming": _gated(Gate(init=srp.kaiming), about="starts from Kaiming's values, not as an identity"),
+    # Controls: the same gate on another axis, a gate that only removes, weights without a direction
+    "axis_own_value": _gated(Gate(), direction=lambda sizes: OwnValue(), about="the gate along the token's own value"),
+    "axis_slide_mean": _gated(
+        Gate(), direction=lambda sizes: srp.SlideMean(), about="the gate along the mean of the whole slide"
+    ),
+    "axis_random": _gated(
+        Gate(),
+        direction=lambda sizes: srp.RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads),
+        about="the gate along a random direction per head",
+    ),
+    "gated_srp_nonnegative": _gated(Gate(bound=srp.rectified), about="starts as an identity, but can only remove"),
+    "axis_shuffled": _gated(
+        Gate(),
+        direction=lambda sizes: srp.ShuffledNeighbours(),
+        about="the gate along the mean of as many patches from elsewhere on the slide",
+    ),
+    "adapter": AdaptedArm(_nystrom, about="a small bottleneck in place of the gate, with at least as many weights"),
+    # Dense attention over slides
+    "vit4": _vit4(_dense, about="dense attention without positions, nothing corrected"),
+    "vit4_xsa": _vit4(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True, about="the same with XSA"),
+    "vit4_diff": _vit4(_dense_differential, about="the same with differential attention"),
+    "vit4_gated_srp": _vit4(_dense, Gate(), method=True, about="the same with Gated SRP"),
+    "vit4_gated_srp_published": _vit4(
+        _dense,
+        Gate(srp.FourInputGate),
+        about="its gate has a fourth input, as released: the PANDA row of the architecture table",
+    ),
+    # Images: dense attention over a fixed grid
+    "vit_s16": _vit_s16(_dense, about="ViT-S/16 on images, nothing corrected"),
+    "vit_s16_xsa": _vit_s16(
+        _dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True, about="the same with XSA"
+    ),
+    "vit_s16_diff": _vit_s16(_dense_differential, about="the same with differential attention"),
+    "vit_s16_gated_srp": _vit_s16(_dense, Gate(), method=True, about="the same with Gated SRP"),
+    "vit_s16_fixed_beta_minus1": _vit_s16(_dense, _fixed(-1.0), about="doubles the part along the neighbours' mean"),
+    "vit_s16_fixed_beta_1": _vit_s16(_dense, _fixed(1.0), about="removes that part"),
+    "vit_s16_fixed_beta_2": _vit_s16(_dense, _fixed(2.0), about="flips that part"),
+    # Other methods, at the width of the others; TransMIL and CLAM as published
+    "local_attention": Arm(_local, about="each patch attends to itself and its neighbours alone; CLS reads all"),
+    "mean_pool": PeerArm("MeanPool", ("dim",), about="a linear layer with ReLU, the mean over patches, a linear layer"),
+    "abmil": PeerArm("ABMIL", ("dim",), about="attention-based MIL with gated attention (Ilse et al. 2018)"),
+    "srp_abmil": PeerArm(
+        "srp_abmil", ("dim", "delta", "hidden_dim"), gated=True, about="ABMIL whose patches Gated SRP corrects first"
+    ),
+    "dsmil": PeerArm("DSMIL", ("dim",), about="dual-stream MIL: a critical patch and attention to it (Li et al. 2021)"),
+    "clam_sb": PeerArm("CLAM", about="CLAM, one attention branch, with its loss on patches (Lu et al. 2021)"),
+    "transmil": PeerArm("TransMIL", about="TransMIL as published: two blocks of width 512 (Shao et al. 2021)"),
+    "linear_probe": PeerArm("LinearProbe", about="a linear layer on the mean of the features"),
 }
 
 

@@ -1,0 +1,180 @@
+"""Writes the pages of this folder that are made from the program: settings.md, arms.md, cli.md, notebook.md.
+
+    python docs/generate.py
+
+`tests/test_generated_pages.py` fails where a page and the program differ.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from gated_srp.cli import app
+from gated_srp.config.schema import fields, json_schema, meanings
+from gated_srp.models import ARMS, Sizes
+from gated_srp.tasks import TASKS
+
+DOCS = Path(__file__).resolve().parent
+_MADE = "*This page is made by `docs/generate.py`{}; do not edit it.*"
+
+
+def settings_page() -> str:
+    """Every key of a cohort's YAML."""
+    lines = [
+        "# Every setting of the YAML",
+        _MADE.format(" from the schema and `config/settings.yaml`"),
+        "All keys are optional; a cohort of your own needs `features` (or `images`), `table` and what is to be predicted. A key that is not "
+        "listed is an error. `--set train.epochs=5` changes one for a single command, `gated-srp schema > cohort.schema.json` writes the same "
+        "for editors: with `# yaml-language-server: $schema=cohort.schema.json` as the first line of the YAML, they complete and check it.",
+    ]
+    for subject, keys in meanings().items():
+        rows = [(f"`{key}`", _values(key), _default(key), words) for key, words in keys.items()]
+        lines += [f"## {subject}", _table(("key", "values", "default", "meaning"), rows)]
+    recipes = [(f"`{name}`", *(f"{value:g}" for value in _recipe(kind).values())) for name, kind in TASKS.items()]
+    lines += ["## Recipes", "Defaults of `train`, by task; those of the paper's cohorts are in `config/presets.yaml`."]
+    lines += [_table(("task", *(f"`{key}`" for key in _recipe(next(iter(TASKS.values()))))), recipes)]
+    return "\n\n".join(lines) + "\n"
+
+
+def _recipe(kind: Any) -> dict[str, float]:
+    return {key: getattr(kind.recipe, key) for key in ("epochs", "lr", "weight_decay", "accumulation")}
+
+
+def _values(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    top = json_schema()["properties"]
+    inside = next((one["properties"] for one in top[section]["anyOf"] if "properties" in one), {}) if section else top
+    found = [_in_words(option) for option in inside[name]["anyOf"]]
+    return " or ".join(dict.fromkeys(word for word in found if word))
+
+
+def _in_words(option: dict[str, Any]) -> str:
+    if "anyOf" in option:
+        return " or ".join(dict.fromkeys(word for one in option["anyOf"] if (word := _in_words(one))))
+    if "enum" in option:
+        return ", ".join(f"`{value}`" for value in option["enum"] if isinstance(value, str))
+    if "const" in option:
+        return f"`{option['const']}`"
+    if "properties" in option:
+        return "settings"
+    if option["type"] == "array":
+        return "list"
+    bounds = [f"{sign} {option[name]:g}" for name, sign in _BOUNDS.items() if name in option]
+    kind = "text" if isinstance(option["type"], list) else _KINDS[option["type"]]
+    return f"{kind} {', '.join(bounds)}".strip()
+
+
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+_KINDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false", "null": ""}
+
+
+def _default(key: str) -> str:
+    field = fields()[key]
+    value = None if field.is_required() else field.default
+    if value is None or value == () or hasattr(value, "model_dump") or key == "out":
+        return ""
+    return f"`{', '.join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def arms_page() -> str:
+    """Every arm with its size."""
+    groups = {
+        "nystrom": ("Slides, Nystrom attention", 1536),
+        "vit4": ("Slides, dense attention (`vit4`)", 1536),
+        "vit_s16": ("Images (ViT-S/16)", 768),
+        "peer": ("Other methods of multiple-instance learning", 1536),
+    }
+    lines = [
+        "# Every arm",
+        _MADE.format(" from the table `ARMS` of `models/arms.py`"),
+        "An arm is a model by name: `train --arm NAME`, `compare --arms NAME,NAME`, `arms: [NAME, NAME]` in the YAML, "
+        '`build_model("NAME", ...)` in Python; `gated-srp arms` prints this list. All run through the same loop, splits and statistics. '
+        "Parameters are counted with four outputs, features of width 1536 and the default sizes.",
+    ]
+    for trunk, (title, width) in groups.items():
+        rows = []
+        for name, arm in ARMS.items():
+            if arm.trunk == trunk:
+                with torch.random.fork_rng(devices=[]):
+                    model = arm.build(width, 4, Sizes(**arm.defaults))
+                size = f"{sum(one.numel() for one in model.parameters()):,}"
+                assert arm.refuses == model.refuses
+                rows.append((f"`{name}`", arm.title, size, arm.about, ", ".join(arm.refuses)))
+        lines += [f"## {title}", _table(("arm", "in tables", "parameters", "what it does", "not for"), rows)]
+    reasons = [f"- `{name}`, {task}: {why}" for name, arm in ARMS.items() for task, why in arm.refuses.items()]
+    return "\n\n".join([*lines, "## Why not", "\n".join(reasons)]) + "\n"
+
+
+def commands_page() -> str:
+    """Every command with its arguments and options."""
+    group: Any = typer.main.get_command(app)
+    lines = [
+        "# Every command",
+        _MADE.format(" from the commands"),
+        "`gated-srp COMMAND --help` says the same. Options of `gated-srp` itself stand before the command:",
+        _options(group),
+    ]
+    for name, command in group.commands.items():
+        positional = [one for one in command.params if one.param_type_name == "argument"]
+        usage = " ".join([f"gated-srp {name}", *(_argument(one) for one in positional), "[OPTIONS]"])
+        lines += [f"## {name}", command.help.strip(), f"```bash\n{usage}\n```"]
+        if positional:
+            lines.append(
+                _table(("argument", "meaning"), [(f"`{_argument(one)}`", one.help or "") for one in positional])
+            )
+        if options := _options(command):
+            lines.append(options)
+    return "\n\n".join(lines) + "\n"
+
+
+def _argument(one: Any) -> str:
+    name = (one.metavar or one.name or "").upper() + ("..." if one.nargs == -1 and not one.metavar else "")
+    return name if one.required else f"[{name}]"
+
+
+def _options(command: Any) -> str:
+    rows = []
+    for one in command.params:
+        if one.param_type_name != "option" or one.hidden or one.name == "help":
+            continue
+        default = "" if one.default is None or one.is_flag or callable(one.default) else f"`{one.default}`"
+        default = "needed" if one.required else default
+        rows.append((", ".join(f"`{name}`" for name in one.opts), default, one.help or ""))
+    return _table(("option", "default", "meaning"), rows) if rows else ""
+
+
+def notebook_page() -> str:
+    """The notebook's cells, without their outputs."""
+    cells = json.loads((DOCS.parent / "examples" / "demo.ipynb").read_text(encoding="utf-8"))["cells"]
+    made = _MADE.format(" from `examples/demo.ipynb`")
+    texts = []
+    for cell in cells:
+        text = "".join(cell["source"]).strip()
+        texts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join([texts[0], made, *texts[1:]]) + "\n"
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in cells) + " |"
+
+    header = list(header)
+    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "arms.md": arms_page,
+    "cli.md": commands_page,
+    "notebook.md": notebook_page,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+        print(f"written: {DOCS / name}")
