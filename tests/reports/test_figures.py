@@ -6,13 +6,11 @@ from sklearn.metrics import roc_curve
 from study.study_cells import cells, finish
 
 from gated_srp.reports.figures import (
-    draw_signed_gate,
-    draw_trajectories,
     macro_curve,
     precision_recall,
-    read_gates,
     roc,
 )
+from gated_srp.reports.gates import draw_regimes, draw_signed_gate, draw_trajectories, read_gates
 from gated_srp.reports.tables import write_comparison
 from gated_srp.study.comparison import collect, compare_cells
 
@@ -92,7 +90,7 @@ def test_kaplan_meier_splits_the_test_cases_at_the_training_median(tmp_path):
 
 def test_the_signed_gates_geometry_names_its_regimes(tmp_path):
     text = draw_signed_gate(tmp_path / "gate")[0].read_text()
-    assert all(word in text for word in ("β = 1, projected", "β = 2, reflected", "amplified", "gate logit g", "start"))
+    assert all(word in text for word in ("β = 1: projection", "β = 2: reflection", "−2c", "−δ", "tanh(ℓ)", "start"))
 
 
 def test_runs_without_gates_have_no_trajectories(tmp_path):
@@ -100,6 +98,14 @@ def test_runs_without_gates_have_no_trajectories(tmp_path):
     finish(cell)
     assert read_gates({"toy": [cell.run]}) == {}
     assert draw_trajectories({"toy": [cell.run]}, tmp_path / "t", title="NA") == []
+
+
+def test_figures_of_gates_show_the_kept_epoch_and_not_the_last(tmp_path):
+    (cell,) = cells(tmp_path, seeds=(42,), arms=("gated_srp",))
+    finish(cell, gates=(0.1, 0.7, 0.3), best_epoch=2)
+    text = draw_regimes({"toy": [cell.run]}, tmp_path / "r", title="x")[0].read_text()
+    assert "β +0.70" in text and "+0.30" not in text and "kept epoch" in text
+    assert "kept epoch" in draw_trajectories({"toy": [cell.run]}, tmp_path / "t", title="x")[0].read_text()
 
 
 def test_the_same_runs_give_the_same_picture(done, tmp_path):

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 from reports.page_folders import HOSTILE, compared, draw
+from study.study_cells import cells, finish
 from typer.testing import CliRunner
 
 from gated_srp.errors import UserError
+from gated_srp.reports.gates import draw_regimes, draw_signed_gate
 from gated_srp.reports.page import LARGEST, build_page, report
 from gated_srp.reports.page.contents import StudyFolder, inline_svg, read_contents, read_name, small_png, within
 from gated_srp.reports.page.tables import forests, run_metrics, slides
@@ -56,6 +58,23 @@ def page(home):
 @pytest.fixture(scope="module")
 def read(page):
     return Reader(page)
+
+
+def test_no_inlined_figure_refers_to_what_is_not_there(tmp_path):
+    """Hatched regimes are patterns: a page without them shows blank bars."""
+    (cell,) = cells(tmp_path, seeds=(42,), arms=("gated_srp",))
+    finish(cell, gates=(0.1, 0.7))
+    drawn = [*draw_regimes({"toy": [cell.run]}, tmp_path / "regimes", title="x"), *draw_signed_gate(tmp_path / "gate")]
+    for place, path in enumerate(path for path in drawn if path.suffix == ".svg"):
+        text = inline_svg(path, f"p{place}-")
+        named = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
+        assert named and named <= set(re.findall(r'\bid="([^"]+)"', text)), path
+        assert ("pattern" in text) == (path.stem == "regimes")
+
+
+def test_every_reference_of_the_page_is_resolved(page, read):
+    named = re.findall(r"url\(#([^)]+)\)", page)
+    assert named and set(named) <= set(read.ids)
 
 
 def test_the_page_loads_nothing_and_runs_its_own_script_alone(read, page):

@@ -29,7 +29,13 @@ def cells(
 
 
 def finish(
-    cell: Cell, *, split: str = "s", gates: tuple[float, ...] = (), val: float = 0.5, **metrics: float | None
+    cell: Cell,
+    *,
+    split: str = "s",
+    gates: tuple[float, ...] = (),
+    val: float = 0.5,
+    best_epoch: int | None = None,
+    **metrics: float | None,
 ) -> None:
     """Write the folder that training would have left."""
     run = cell.run
@@ -43,4 +49,4 @@ def finish(
         lines = [f"{epoch},0,{mean},0.1,0.1,0.6,0.2,0.1,0.3,{mean}" for epoch, mean in enumerate(gates, 1)]
         (run.path / "gates.csv").write_text("\n".join([head, *lines]) + "\n")
     content = {"split_hash": split, "best_score": val, "test": {cell.config.score: metrics or {"macro_f1": 0.5}}}
-    (run.path / "metrics.json").write_text(json.dumps(content))
+    (run.path / "metrics.json").write_text(json.dumps(content | ({"best_epoch": best_epoch} if best_epoch else {})))

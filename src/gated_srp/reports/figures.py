@@ -38,12 +38,6 @@ _ENOUGH = 5  # least slides in a bin of the reliability diagram
 _GROUPS = {"high": (COLOURS[4], "--", "high predicted risk"), "low": (COLOURS[0], "-", "low predicted risk")}
 Floats = NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunFolder]]  # by cohort, or by row of a table: one run per seed
-_REGIMES = {
-    "share_anti": ("adds (β ≤ −0.5)", "#D55E00", "xx"),
-    "share_identity": ("leaves (around 0)", "#DDDDDD", ""),
-    "share_projection": ("removes (0.5 to 1.5)", "#0072B2", ""),
-    "share_reflection": ("reflects (β > 1.5)", "#56B4E9", "//"),
-}
 
 
 def save(figure: Figure, stem: Path, *, title: str = "", mark: str = "") -> list[Path]:
@@ -93,6 +87,8 @@ def draw_comparison(
     folder: Path, cells: Sequence[Cell], results: pd.DataFrame, comparison: Comparison, *, mark: str = ""
 ) -> list[Path]:
     """Every figure for which these runs have the files."""
+    from gated_srp.reports.gates import draw_regimes, draw_trajectories
+
     done = [cell for cell in cells if cell.run.finished]
     written = draw_pairs(results, comparison, folder / "paired", mark=mark)
     by_row: dict[str, dict[str, list[RunFolder]]] = {}
@@ -109,69 +105,7 @@ def draw_comparison(
     return written
 
 
-# Gates ---------------------------------------------------------------------------------------------------------------
-
-
-def read_gates(runs: Runs) -> dict[str, pd.DataFrame]:
-    """By cohort the gates of its seeds, with a column ``run``; cohorts without gates are left out."""
-    found = {}
-    for cohort, folders in runs.items():
-        tables = [gates.assign(run=number) for number, run in enumerate(folders) if len(gates := run.gates)]
-        if tables:
-            found[cohort] = pd.concat(tables, ignore_index=True)
-    return found
-
-
-def draw_trajectories(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[Path]:
-    """Mean beta of each gated layer by epoch: mean over seeds, band of one standard deviation; one panel per cohort."""
-    found = read_gates(runs)
-    if not found:
-        return []
-    figure, axes = panels(len(found))
-    for axis, (cohort, gates) in zip(axes, found.items(), strict=True):
-        for place, (layer, part) in enumerate(gates.groupby("layer")):
-            by_epoch = part.groupby("epoch")["mean"].agg(["mean", "std"]).fillna(0.0)
-            colour = COLOURS[place % len(COLOURS)]
-            line = {"color": colour, "linestyle": STYLES[place % len(STYLES)], "label": f"layer {int(str(layer)) + 1}"}
-            axis.plot(by_epoch.index, by_epoch["mean"], **line)  # type: ignore[arg-type]
-            low, high = by_epoch["mean"] - by_epoch["std"], by_epoch["mean"] + by_epoch["std"]
-            axis.fill_between(by_epoch.index, low, high, color=colour, alpha=0.18, linewidth=0)
-        for level in (0.0, 1.0):
-            axis.axhline(level, color="#888888", linewidth=0.8, linestyle=":")
-        seeds = gates["run"].nunique()
-        heading = f"{short(cohort)} ({seeds} seed{'s' if seeds > 1 else ''})"
-        tidy(axis, x="epoch", y="effective β", title=heading, whole_numbers=True)
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda found: len(found[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    return save(figure, stem, title=f"{title}: gate trajectories, mean ± 1 std over seeds", mark=mark)
-
-
-def draw_regimes(runs: Runs, stem: Path, *, title: str, mark: str = "") -> list[Path]:
-    """Share of heads and patches in each regime in the last epoch, mean over seeds; one bar per layer."""
-    found = read_gates(runs)
-    if not found:
-        return []
-    figure, axes = panels(len(found))
-    for axis, (cohort, gates) in zip(axes, found.items(), strict=True):
-        last = gates[gates["epoch"] == gates.groupby("run")["epoch"].transform("max")]
-        shares = last.groupby("layer")[list(_REGIMES)].mean()
-        names = [f"layer {int(str(layer)) + 1}" for layer in shares.index]
-        bottom = np.zeros(len(shares))
-        for column, (label, colour, hatch) in _REGIMES.items():
-            share = shares[column].to_numpy()
-            style: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "#555555", "linewidth": 0.5}
-            axis.bar(names, share, bottom=bottom, label=label, **style)
-            bottom += share
-        about = last.groupby("layer")[["mean", "mean_over_delta", "share_negative"]].mean()
-        for place, (mean, relative, negative) in enumerate(about.to_numpy()):
-            text = f"β {mean:+.2f}\nβ/δ {relative:+.2f}\n{negative:.0%} below 0".replace("-", "−")
-            axis.text(place, 1.02, text, ha="center", fontsize=7)
-        axis.set(ylim=(0, 1.25), yticks=np.linspace(0, 1, 6))
-        tidy(axis, x="", y="share of heads and patches", title=short(cohort))
-        axis.grid(visible=False, axis="x")
-        axis.set_axisbelow(True)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    return save(figure, stem, title=f"{title}: what the gates do", mark=mark)
+# One run ------------------------------------------------------------------------------------------------------------
 
 
 def draw_history(run: RunFolder, stem: Path, *, title: str) -> list[Path]:
@@ -187,34 +121,6 @@ def draw_history(run: RunFolder, stem: Path, *, title: str) -> list[Path]:
         tidy(axis, x="epoch", y=str(metric), whole_numbers=True)
         axis.legend(frameon=False, fontsize=8)
     return save(figure, stem, title=title)
-
-
-def draw_signed_gate(stem: Path, *, delta: float = 2.0) -> list[Path]:
-    """Geometry of the signed gate: z = y - β <y, r̂> r̂ for several β (left), and β of the gate's logit (right)."""
-    figure, (left, right) = panels(2, width=4.4, height=3.8)
-    along, across = 0.8, 0.6
-    left.annotate("", (1.15, 0), (-1.0, 0), arrowprops={"arrowstyle": "->", "color": "#888888"})
-    left.text(1.15, -0.09, "r̂ (neighbours' mean)", ha="right", fontsize=9, color="#555555")
-    words = {-1.0: "β = −1, amplified", 0.0: "β = 0, y itself", 1.0: "β = 1, projected", 2.0: "β = 2, reflected"}
-    for place, (beta, label) in enumerate(words.items()):
-        tip = (along - beta * along, across)
-        left.annotate("", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": COLOURS[place], "linewidth": 1.8})
-        left.text(tip[0], across + 0.05 + 0.07 * (place % 2), label, ha="center", fontsize=8.5, color=COLOURS[place])
-    left.plot([-0.8, 1.6], [across, across], color="#888888", linestyle=":", linewidth=1)
-    left.set(xlim=(-1.7, 2.5), ylim=(-0.2, 0.95))
-    tidy(left, x="along the neighbours' axis", y="across it (never changed)", title="z = y − β ⟨y, r̂⟩ r̂")
-    logit = np.linspace(-4, 4, 200)
-    signed, sigmoid = delta * np.tanh(logit), delta / (1 + np.exp(-logit))
-    right.plot(logit, signed, color=COLOURS[0], linestyle=STYLES[0], label=f"signed: δ tanh(g), δ = {delta:g}")
-    right.plot(logit, sigmoid, color=COLOURS[1], linestyle=STYLES[1], label="sigmoid ablation: δ σ(g)")
-    for level, word in ((-1, "amplifies"), (0, "identity"), (1, "projection"), (2, "reflection")):
-        right.axhline(level, color="#888888", linewidth=0.8, linestyle=":")
-        right.text(4.0, level + 0.05, word, ha="right", fontsize=8, color="#555555")
-    right.plot(0, 0, marker="o", color=COLOURS[0])
-    right.annotate("start", (0, 0), (0.4, -0.5), fontsize=8)
-    right.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.92))
-    tidy(right, x="gate logit g", y="β", title="from logit to coefficient")
-    return save(figure, stem)
 
 
 # Differences ---------------------------------------------------------------------------------------------------------

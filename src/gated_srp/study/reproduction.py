@@ -268,7 +268,7 @@ def write_study(
     folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
 ) -> ReproducedStudy:
     """The table or figure of a study from its finished cells, into ``folder``."""
-    from gated_srp.reports.figures import draw_signed_gate, draw_trajectories
+    from gated_srp.reports.gates import draw_signed_gate, draw_trajectories
 
     files: list[Path] = []
     if study.kind == "signed-gate":

@@ -37,7 +37,7 @@ LARGEST = 5_000_000  # bytes of a page
 _CAPTIONS = {
     "paired": "Every seed, and the differences with their intervals",
     "trajectories": "Gates over the epochs: mean β of each layer",
-    "regimes": "What the gates do in the last epoch",
+    "regimes": "What the gates do in the epoch that was kept",
     "kaplan_meier": "Survival of test patients by predicted risk",
     "roc": "ROC and precision-recall on test slides",
     "reliability": "Calibration on test slides",
@@ -221,7 +221,8 @@ def _drawn(paths: Sequence[Path], prefix: str) -> Iterator[Figure]:
 
 def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
     """Of runs that belong to no comparison, drawn now."""
-    from gated_srp.reports.figures import draw_curves, draw_history, draw_regimes, draw_trajectories
+    from gated_srp.reports.figures import draw_curves, draw_history
+    from gated_srp.reports.gates import draw_regimes, draw_trajectories
 
     found: list[Figure] = []
     for place, run in enumerate(runs):
