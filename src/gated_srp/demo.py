@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import h5py
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
 from gated_srp.errors import UserError
-from gated_srp.files import whole, write_json, write_whole
+from gated_srp.files import whole_hdf5, write_json, write_whole
 
 NAME = "demo"
 _MADE = "generated.json"  # written last: the cohort is complete
@@ -160,7 +159,7 @@ def _fate(rng: np.random.Generator, foci: float) -> tuple[str, str]:
 
 def write_trident(path: Path, slide: Generated, recipe: Recipe) -> None:
     """Features as TRIDENT writes them: the same arrays and attributes, at the same place in the tree."""
-    with whole(path) as draft, h5py.File(draft, "w") as file:
+    with whole_hdf5(path) as file:
         features = file.create_dataset("features", data=slide.features)
         features.attrs.update({"name": path.stem, "encoder": "demo64"})
         coords = file.create_dataset("coords", data=slide.cells * _PATCH)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gated_srp.errors import UserError
-from gated_srp.files import whole
+from gated_srp.files import whole, whole_hdf5
 from gated_srp.reports.maps import Patches, PatchMap
 
 _HOT = [200, 30, 30]
@@ -145,10 +145,8 @@ def write_parquet(path: Path, patches: Patches, values: Mapping[str, np.ndarray]
 
 def write_h5(path: Path, patches: Patches, values: Mapping[str, np.ndarray], top: PatchMap | None) -> None:
     """/coords as in the feature file and /<value> (N,) in the same order; NaN for patches that the model did not see."""
-    import h5py
-
     coords = patches.header.coords.numpy()
-    with whole(path) as draft, h5py.File(draft, "w") as file:
+    with whole_hdf5(path) as file:
         file["coords"] = coords
         file["coords"].attrs["patch_size_level0"] = patches.side
         for name, found in values.items():
