@@ -30,11 +30,11 @@ _SAMPLES, _BLOCK = 16, 4096  # a fingerprint reads so many blocks of so many byt
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole(path: Path, *, older: Path | None = None) -> Iterator[Path]:
     """A name beside the target to write to. It replaces the target when the block ends well; otherwise nothing is left of it.
 
-    Bytes and name are on the disk when this returns. A folder that cannot be written and a full disk are the user's to mend:
-    what was there before is untouched.
+    ``older``: where to keep the copy that is replaced. Bytes and name are on the disk when this returns. A folder that cannot be
+    written and a full disk are the user's to mend: what was there before is untouched.
     """
     draft = path.with_name(f".{path.name}.{uuid4().hex}.part")  # nobody else's, in whatever container or machine
     lock = None
@@ -44,6 +44,8 @@ def whole(path: Path) -> Iterator[Path]:
         lock = _hold(draft)
         yield draft
         _sync(draft)
+        if older is not None and path.exists():
+            os.replace(path, older)
         os.replace(draft, path)
         _sync(path.parent)
     except OSError as error:
@@ -109,10 +111,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes | memoryview | str) -> None:
-    """Write the content; it replaces the target when it is on the disk."""
+def write_whole(path: Path, content: bytes | memoryview | str, *, older: Path | None = None) -> None:
+    """Write the content; it replaces the target, which is kept as ``older`` where that is named, when it is on the disk."""
     data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
-    with whole(path) as draft, draft.open("wb") as file:
+    with whole(path, older=older) as draft, draft.open("wb") as file:
         file.write(data)
 
 

@@ -21,7 +21,7 @@ from gated_srp.cli import main
 RUN_FILES = {
     *("config.yaml", "split.csv", "history.csv", "gates.csv", "metrics.json", "model.safetensors", "environment.json"),
     *(f"predictions_{part}_{level}.csv" for part in ("val", "test") for level in ("slide", "case")),
-    *("log.txt", ".lock"),
+    *("features.csv", "log.txt", ".lock"),
 }
 AXES = np.linalg.qr(np.random.default_rng(7).standard_normal((WIDTH, 3)))[0].T.astype(np.float32)  # three directions
 

@@ -177,6 +177,7 @@ def test_a_run_learns_the_planted_colours_and_writes_what_every_run_writes(finis
         *RESULTS,
         "config.yaml",
         "environment.json",
+        "features.csv",
         "log.txt",
         ".lock",
     }

@@ -26,7 +26,7 @@ from gated_srp.training.train import train
 FILES = {
     *("config.yaml", "split.csv", "history.csv", "gates.csv", "metrics.json", "model.safetensors", "environment.json"),
     *(f"predictions_{part}_{level}.csv" for part in ("val", "test") for level in ("slide", "case")),
-    *("log.txt", ".lock"),
+    *("features.csv", "log.txt", ".lock"),
 }
 
 

@@ -25,6 +25,12 @@ def train(
         Path | None, Option(help="Start weights: a run's model.safetensors, or a published checkpoint.")
     ] = None,
     devices: Annotated[int, Option(min=1, help="Processes that share the bags of an update.")] = 1,
+    save_every: Annotated[
+        float, Option(min=0, metavar="SECONDS", help="Between states that are saved within an epoch.")
+    ] = 300.0,
+    deep: Annotated[
+        bool, Option("--deep", help="Know feature files again by all of their bytes, not by a sample.")
+    ] = False,
     out: Out = None,
     change: Change = None,
 ) -> None:
@@ -36,7 +42,8 @@ def train(
     try:
         with show_progress() as progress:
             which: dict[str, Any] = {"arm": arm, "seed": seed, "fold": fold, "out": out, "settings": settings}
-            run(cohort, **which, init=init, devices=devices, progress=progress)
+            how: dict[str, Any] = {"init": init, "devices": devices, "save_every": save_every, "deep": deep}
+            run(cohort, **which, **how, progress=progress)
     except Interrupted as stopped:
         LOG.warning("%s", stopped)
         raise typer.Exit(130) from None

@@ -88,9 +88,14 @@ class BagCache:
         return True
 
 
+def files_of(path: Path, coords: Path | None = None) -> list[Path]:
+    """A feature file and the files that may hold its positions."""
+    return [path, *position_files(path, coords), path.parent / "bags_config.json"]
+
+
 def identify(path: Path, coords: Path | None = None) -> str:
     """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
-    files = [path, *position_files(path, coords), path.parent / "bags_config.json"]
+    files = files_of(path, coords)
     with suppress(OSError):  # a missing file is reported by the reader
         if path.is_dir():
             files += sorted(path.rglob("*"))

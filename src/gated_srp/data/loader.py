@@ -85,6 +85,11 @@ class SlideDataset(Dataset[SlideBag]):
             bag = self.cache.read(file, self.settings) if self.cache else prepare(file, self.settings, draws)
         except UserError as error:  # with the slide's name, which need not be in the file's
             raise error.changed(where=f"{error.where or file} (slide {slide!r})") from None
+        except MemoryError as error:
+            cure = "Set a `cap` in a new run, or fewer train.workers."
+            raise UserError(
+                f"out of memory while slide {slide!r} was read", where=file, cure=cure, kind="memory"
+            ) from error
         return SlideBag(
             **{field.name: getattr(bag, field.name) for field in fields(bag)},
             index=index,

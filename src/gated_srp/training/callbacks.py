@@ -21,10 +21,11 @@ import torch
 from gated_srp.data.loader import SlideBag
 from gated_srp.errors import Interrupted, UserError
 from gated_srp.progress import Event, Progress, silent, spoken
-from gated_srp.training.folder import HISTORY, RunFolder, save_checkpoint
+from gated_srp.training.folder import HISTORY, RunFolder
 from gated_srp.training.inputs import TrainingData
 from gated_srp.training.loop import COLUMNS, Training, epoch_bags
 from gated_srp.training.ranks import Ranks, handlers
+from gated_srp.training.state import save_checkpoint
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class RunCallbacks:
         """Something went wrong: keep what was learnt up to the last window."""
         unfinished = training.progress.epoch < training.settings.epochs
         if self.ranks.first and unfinished and not training.stepping:
-            with suppress(UserError):  # a full disk: the state before is still there, and the first error matters
+            # A full disk, or no memory for a copy: the state before is still there, and the first error matters.
+            with suppress(UserError, MemoryError, RuntimeError):
                 self._save(training)
         if self.stop.signal is not None and not isinstance(error, Interrupted):
             raise self._interrupted() from error  # a signal to the whole group also ends the loader's workers

@@ -1,25 +1,23 @@
-"""The folder of a run: its lock, its files, the state of an unfinished training, and everything that is read back of it.
+"""The folder of a run: its lock, its files, and everything that is read back of it.
 
     run = RunFolder("runs/BRACS/gated_srp/seed42")
     run.metrics("test"), run.history, run.gates, run.predictions("test", "slide"), run.card
 
-config.yaml  environment.json  split.csv  log.txt          written when a run begins
-state.pt     history.csv       gates.csv                   while it trains; the state is removed at the end
-predictions_PART_LEVEL.csv  model.safetensors  metrics.json    at the end; metrics.json is the last and says that it is finished
+config.yaml  environment.json  split.csv  features.csv  log.txt    written when a run begins
+state.pt     state_before.pt   history.csv  gates.csv              while it trains; the states are removed at the end
+predictions_PART_LEVEL.csv  model.safetensors  metrics.json        at the end; metrics.json is the last and says that it is finished
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import json
 import math
-import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -28,33 +26,20 @@ from typing import Any
 import pandas as pd
 import torch
 import yaml
-from torch import Tensor
 
 from gated_srp import __version__
 from gated_srp.config.cohort import CohortConfig
 from gated_srp.data.files.siblings import may_be_same
 from gated_srp.errors import UserError
-from gated_srp.files import write_whole
+from gated_srp.files import has_its_checksum, with_checksum, write_whole
+from gated_srp.training.state import before
 
 HISTORY = ("epoch", "split", "metric", "value")
-FORMAT = 1  # of state.pt
 _PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchmetrics", "torchsurv")
 # Settings that change where or how fast a run is computed, not what it computes.
 _FREE = {"out", "cache.folder", "train.workers", "train.log", "train.checkpointing"}
 _LATER: dict[str, Any] = {"train.gate_lr": 1.0, "select": {"ties": "first"}}  # what versions did that lacked a setting
 _TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
-_held: set[int] = set()  # descriptors of locks held by this process
-
-
-def _release_locks() -> None:
-    """In a forked child (a loader's worker): a lock lives as long as anyone holds it, and only its owner may."""
-    for descriptor in _held:
-        with suppress(OSError):
-            os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_release_locks)
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Whether there is a state to go on from."""
-        return self.state.is_file()
+        return self.state.is_file() or before(self.state).is_file()
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -141,6 +126,11 @@ class RunFolder:
             return None
         return self._csv("split.csv", dtype=str, keep_default_na=False)
 
+    @property
+    def features(self) -> pd.DataFrame:
+        """Fingerprints of the files that it was begun with, as text; empty in runs of versions that kept none."""
+        return self._csv("features.csv", dtype=str, keep_default_na=False)
+
     @cached_property
     def card(self) -> dict[str, Any]:
         """What the finished model's file says of itself."""
@@ -149,13 +139,17 @@ class RunFolder:
         return load_card(self.model)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Its content; nothing where there is no such file."""
+        """Its content; nothing where there is no such file. What was damaged since it was written is refused."""
+        cure = "Remove this file and start the same command again: the run is trained anew, with the same numbers."
+        cure = cure if name == "metrics.json" else "Choose another `out`, or remove the folder."
         try:
             content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise _unreadable(self.path / name, error) from None
+            raise _unreadable(self.path / name, error, cure) from None
+        if not has_its_checksum(content):
+            raise _unreadable(self.path / name, "damaged: its content does not fit its checksum", cure)
         return content
 
     def _csv(self, name: str, columns: Sequence[str] = (), **options: Any) -> pd.DataFrame:
@@ -182,7 +176,8 @@ class RunFolder:
         write_whole(self.path / "config.yaml", text)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        write_whole(self.path / name, json.dumps(defined(content), indent=2, allow_nan=False) + "\n")
+        content = with_checksum(defined(content))
+        write_whole(self.path / name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_csv(self, name: str, frame: pd.DataFrame) -> None:
         write_whole(self.path / name, frame.to_csv(index=False, lineterminator="\n"))
@@ -192,36 +187,37 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Nobody else may take the folder meanwhile; the system frees it when this process ends, however it ends."""
+        """Nobody else may take the folder meanwhile; the system frees it when this process ends, however it ends.
+
+        What a process that was killed left here is removed: drafts, and the states of a run that is finished.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / ".lock", timeout=0)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"cannot be written ({error.strerror})", where=self.path, cure="Choose another `out`."
-            ) from None
-        _held.add(descriptor)
-        try:
-            self._take(descriptor)
-            yield
-        finally:
-            _held.discard(descriptor)
-            os.close(descriptor)
-
-    def _take(self, descriptor: int) -> None:
-        import fcntl
-
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.acquire()
+        except Timeout:
             raise UserError(
                 "another process is training this run",
                 where=self.path,
                 cure="Wait for it, or stop it; this one changed nothing.",
             ) from None
-        for draft in self.path.glob(".*.*"):  # of a process that was killed while it wrote
-            if draft.is_file():
-                draft.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot be written ({error.strerror})", where=self.path, cure="Choose another `out`."
+            ) from None
+        try:
+            for left in self.leftovers():
+                left.unlink(missing_ok=True)
+            yield
+        finally:
+            lock.release()
+
+    def leftovers(self) -> list[Path]:
+        """Files that a process left which was killed while it wrote, or just before it removed its states."""
+        drafts = [path for path in self.path.glob(".*.*") if path.is_file()]
+        return drafts + [path for path in (before(self.state), self.state) if self.finished and path.is_file()]
 
     def refuse_other_settings(self, settings: Mapping[str, Any]) -> None:
         """What is in the folder must have been made, or begun, with these settings."""
@@ -305,57 +301,5 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _unreadable(path: Path, error: object) -> UserError:
-    return UserError(f"cannot be read ({error})", where=path, cure="Choose another `out`.")
-
-
-# The state of an unfinished training ---------------------------------------------------------------------------------
-
-
-@dataclass
-class TrainingProgress:
-    """How far a training has come: with the weights and the optimiser, all that is needed to go on.
-
-    It always stands at the end of a window: ``bags`` of the order of ``epoch`` are learnt, in ``step`` optimiser steps.
-    """
-
-    epoch: int = 0
-    bags: int = 0
-    step: int = 0
-    loss: float = 0.0  # sum over the bags of this epoch
-    gates: Tensor = field(default_factory=lambda: torch.zeros(0, 7, dtype=torch.float64))  # their sums too
-    best_epoch: int = -1
-    best_score: float = float("-inf")
-    history: list[list[Any]] = field(default_factory=list)  # epoch, split, metric, value
-    gate_history: list[list[Any]] = field(default_factory=list)  # rows of gates.csv
-
-
-@dataclass
-class Checkpoint:
-    """Everything of a training at one moment; ``best`` are the weights of the best epoch so far, None before the first."""
-
-    progress: TrainingProgress
-    model: dict[str, Tensor]
-    optimiser: dict[str, Any]
-    best: dict[str, Tensor] | None = None
-
-
-def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write the state as one file that opens without running pickled code."""
-    buffer = io.BytesIO()  # a full disk then shows itself as an OSError of our own write
-    content = {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
-    torch.save({"format": FORMAT, **content, "progress": asdict(checkpoint.progress)}, buffer)
-    write_whole(path, buffer.getbuffer())
-
-
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a state, on the CPU."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for broken files
-        what = f"the saved state cannot be read ({type(error).__name__})"
-        raise UserError(what, where=path, cure="Remove this file to train from the start.") from error
-    if content.pop("format", 0) > FORMAT:
-        cure = "Update gated-srp."
-        raise UserError("written by a newer version of gated-srp", where=path, cure=cure)
-    return Checkpoint(**content | {"progress": TrainingProgress(**content["progress"])})
+def _unreadable(path: Path, error: object, cure: str = "Choose another `out`.") -> UserError:
+    return UserError(f"cannot be read ({error})", where=path, cure=cure)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, slide_dataset
+from gated_srp.data.cache import files_of
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError
+from gated_srp.files import full_hash, sampled_hash
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Level
+from gated_srp.training.folder import RunFolder
 
 MOST_SLIDES = 256  # training slides whose features are summarised, evenly spaced over all of them
 _FAR = 3.0  # times the farthest training slide is "unlike training"
@@ -99,6 +104,80 @@ def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:
             where=data.config.name,
             cure="Add slides or files, or give your own `split`.",
         )
+
+
+# The files it learns from, known again ---------------------------------------------------------------------------------
+
+
+def fingerprints(bags: SlideDataset, *, deep: bool = False) -> pd.DataFrame:
+    """One row per slide for features.csv: bytes, time and sampled blocks of its files; with ``deep`` a hash of all of them."""
+    found = zip(bags.slides["slide"], bags.files, strict=True)
+    rows = [(slide, *_fingerprint(files_of(file, bags.settings.coords), deep=deep)) for slide, file in found]
+    return pd.DataFrame(rows, columns=["slide", "bytes", "modified", "blocks", "sha256"], dtype=str)
+
+
+def changed_files(known: pd.DataFrame, bags: SlideDataset, *, deep: bool = False) -> list[tuple[str, Path]]:
+    """Slides, and their files, whose content is not that of their `fingerprints`; another time alone is no change.
+
+    Whole files are read where that was done before, and with ``deep`` or where the time has changed.
+    """
+    there, found = known.set_index("slide"), []
+    for slide, file in zip(bags.slides["slide"], bags.files, strict=True):
+        if slide not in there.index:
+            continue
+        files = files_of(file, bags.settings.coords)
+        was, (size, time, blocks, _) = there.loc[slide], _fingerprint(files)
+        same = (size, blocks) == (was["bytes"], was["blocks"])
+        if same and was["sha256"] and (deep or time != was["modified"]):
+            same = _fingerprint(files, deep=True)[-1] == was["sha256"]
+        if not same:
+            found.append((slide, file))
+    return found
+
+
+def refuse_other_inputs(run: RunFolder, inputs: TrainingData, *, deep: bool = False) -> tuple[Note, ...]:
+    """A begun run goes on with the slides, labels, parts and files that it began with; notes on what could not be compared."""
+    if inputs.hash != run.environment.get("slides_hash"):
+        raise UserError(
+            "was begun with other slides, labels or parts than the table, the split and the files now give",
+            where=run.path,
+            cure="Restore them, choose another `out`, or remove the folder.",
+        )
+    known = run.features
+    if known.empty:
+        what = "begun by a version that kept no fingerprints of feature files: whether they have changed cannot be told"
+        return (Note("warning", "no_fingerprints", what, cure="From now on it can."),)
+    refuse_changed_files(run, inputs.bags, deep=deep)
+    if deep and not known["sha256"].all():
+        return (Note("note", "no_fingerprints", "begun without --deep: feature files are compared by samples of them"),)
+    return ()
+
+
+def refuse_changed_files(run: RunFolder, bags: SlideDataset, *, deep: bool = False) -> None:
+    """The feature files must be those that the run was begun with, as far as it kept their fingerprints."""
+    if changed := changed_files(run.features, bags, deep=deep):
+        (slide, file), more = changed[0], f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"slide {slide!r} ({file}){more} has changed since the run was begun",
+            where=run.path,
+            cure="Restore the files; or to train on the new ones, choose another `out` or remove the folder.",
+            kind="changed_files",
+        )
+
+
+def _fingerprint(files: list[Path], *, deep: bool = False) -> tuple[str, str, str, str]:
+    size, time, blocks, contents = 0, 0, [], []
+    for file in files:
+        with suppress(OSError):  # a missing file is reported by the reader
+            info = file.stat()
+            blocks.append(sampled_hash(file))
+            contents.append(full_hash(file) if deep else "")
+            size, time = size + info.st_size, max(time, info.st_mtime_ns)
+    return str(size), str(time), _joined(blocks), _joined(contents) if deep else ""
+
+
+def _joined(hashes: list[str]) -> str:
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:32]
 
 
 # What the training slides look like ----------------------------------------------------------------------------------

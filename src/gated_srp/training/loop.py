@@ -26,9 +26,9 @@ from gated_srp.models.slide import SlideModel
 from gated_srp.srp import PatchGraph, SignedGate, range_free, regimes
 from gated_srp.streams import stream
 from gated_srp.tasks import Task, selection_score
-from gated_srp.training.folder import Checkpoint, TrainingProgress
 from gated_srp.training.optim import flat_gradients, learning_rate, make_optimiser
 from gated_srp.training.ranks import Ranks, accelerator, choose_precision
+from gated_srp.training.state import Checkpoint, TrainingProgress
 
 
 class Callbacks(Protocol):
@@ -266,10 +266,24 @@ def error_context(bags: Sequence[SlideBag], settings: TrainConfig | None = None)
         place = f"slide {bags[0].slide!r} ({bags[0].path}){more}"
         raise error.changed(where=f"{place}: {error.where}" if error.where else place) from error
     except (MemoryError, RuntimeError) as error:
-        # PyTorch has one class of error for everything, so its words are all there is to tell by.
-        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory|enough memory", str(error)):
+        if not _is_memory(error):
             raise
         raise _out_of_memory(bags, settings) from error
+
+
+def memory_error(error: Exception) -> Exception:
+    """The same error; running out of memory elsewhere than at a bag, as while a state is saved, as one that a user can mend."""
+    if not _is_memory(error):
+        return error
+    what = f"out of memory ({' '.join(str(error).split())[:160] or type(error).__name__}). The last saved state is kept"
+    cure = "Free some memory, or set fewer train.workers; then start the same command again."
+    return UserError(what, cure=cure, kind="memory").with_traceback(error.__traceback__)
+
+
+def _is_memory(error: Exception) -> bool:
+    """PyTorch has one class of error for everything, so its words are all there is to tell by."""
+    said = re.search("out of memory|llocate memory|enough memory|Unable to allocate", str(error))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said is not None)
 
 
 def _out_of_memory(bags: Sequence[SlideBag], settings: TrainConfig | None) -> UserError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,13 @@ from gated_srp.errors import UserError
 from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
-from gated_srp.training.folder import RunFolder, environment, load_checkpoint, save_checkpoint, settings_of, versions
-from gated_srp.training.inputs import TrainingData, load_inputs
-from gated_srp.training.loop import Training, fit
+from gated_srp.training.folder import RunFolder, environment, settings_of, versions
+from gated_srp.training.inputs import TrainingData, fingerprints, load_inputs, refuse_other_inputs
+from gated_srp.training.loop import Training, fit, memory_error
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
 from gated_srp.training.ranks import Ranks, accelerator, choose_precision, launch
 from gated_srp.training.results import read_results, validate, write_results
+from gated_srp.training.state import before, load_newest, save_checkpoint
 
 
 def train(
@@ -40,6 +41,7 @@ def train(
     init: str | Path | None = None,
     devices: int = 1,
     save_every: float = 300.0,
+    deep: bool = False,
     progress: Progress = silent,
 ) -> RunFolder:
     """Train one run: one arm, one seed, one fold. An unfinished run goes on where it was; a finished one is left alone.
@@ -54,6 +56,7 @@ def train(
         init: start weights: a run's model.safetensors, or a published checkpoint.
         devices: processes that share the bags of each update; the numbers stay the same up to rounding.
         save_every: seconds between saved states within an epoch.
+        deep: know feature files again by all of their bytes, not by a sample of them.
         progress: called after each bag (stage ``bags``), and with a line of text (stage ``train``) after each epoch.
 
     Returns:
@@ -67,10 +70,11 @@ def train(
     """
     config = with_changes(cohort, settings, out)
     arm = arm or config.main_arm
-    job = Job(config, arm, config.seeds[0] if seed is None else seed, fold, Path(init) if init else None, devices)
+    seed = config.seeds[0] if seed is None else seed
+    job = Job(config, arm, seed, fold, init=Path(init) if init else None, devices=devices, deep=deep)
     run = job.run
-    run.refuse_other_settings(job.settings)
     if run.finished:
+        _leave_alone(job)
         progress(Event("train", text=f"{run.path}: finished before; nothing to do"))
         return run
     _check(job)
@@ -90,6 +94,7 @@ class Job:
     fold: int = 0
     init: Path | None = None
     devices: int = 1
+    deep: bool = False
 
     @property
     def run(self) -> RunFolder:
@@ -106,6 +111,20 @@ def _check(job: Job) -> None:
         build_model(job.arm, in_dim=1, num_outputs=1)  # says which there are
     if job.devices < 1:
         raise UserError(f"{job.devices}, expected 1 or more.", where="devices")
+
+
+def _leave_alone(job: Job) -> None:
+    """A finished run is compared with what is asked for and its results are read; what a killed process left there goes."""
+    job.run.refuse_other_settings(job.settings)
+    _ = job.run.results
+    if job.run.leftovers():
+        with suppress(UserError), job.run.lock():  # another process holds it, or nobody may write there
+            pass
+
+
+def _refuse_other_start(job: Job, precision: str) -> None:
+    """What is in the folder must be this run. Asked when it is held: before, another process may still have begun it."""
+    job.run.refuse_other_settings(job.settings)
     if job.config.train.only == "gate" and job.init is None and not job.run.begun:
         cure = "Name the base with --init model.safetensors."
         raise UserError("gate fits the gates of a trained base", where="train.only", cure=cure)
@@ -116,12 +135,17 @@ def _check(job: Job) -> None:
             where=job.run.path,
             cure="Choose another `out`, or remove the folder.",
         )
+    if job.run.begun and job.run.environment.get("precision", precision) != precision:
+        what = "was begun by another process just now, in another precision"
+        raise UserError(what, where=job.run.path, cure="Start the same command again.")
 
 
 def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float) -> None:
     """What each rank does: rank 0 holds the folder, all compute."""
     run = job.run
     with run.lock() if ranks.first else nullcontext():
+        if ranks.first:
+            _refuse_other_start(job, ranks.precision)
         if ranks.agree(run.finished):  # someone else finished it meanwhile
             return
         with stop_on_signals() as stop:
@@ -143,13 +167,14 @@ def _train(job: Job, callbacks: RunCallbacks) -> None:
             fit(training, inputs.rows("train"), lambda: validate(training, inputs, callbacks), callbacks)
             results = read_results(training, inputs, callbacks)
         except Exception as error:
-            callbacks.rescue(training, error)
-            raise
+            callbacks.rescue(training, error := memory_error(error))
+            raise error
         finally:
             callbacks.close()
         if ranks.first:
             write_results(run, results, training, _about(job, inputs, ranks.precision))
-            run.state.unlink(missing_ok=True)
+            for state in (before(run.state), run.state):
+                state.unlink(missing_ok=True)
             found = results.metrics["test"][inputs.score] or {}
             beside = {name: f" ({remark})" for name, remark in results.remarks["test"].items()}
             said = (
@@ -185,8 +210,13 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
     if begun:
         saved = run.environment
         torch.set_num_threads(saved.get("threads", torch.get_num_threads()))
-        _refuse_other_slides(run, inputs, saved.get("slides_hash"))
-        training.restore(load_checkpoint(run.state))
+        notes = refuse_other_inputs(run, inputs, deep=job.deep)
+        if ranks.first and run.features.empty:
+            run.write_csv("features.csv", fingerprints(inputs.bags, deep=job.deep))
+        state, damaged = load_newest(run.state)
+        for note in (*notes, *damaged):
+            callbacks.say(f"{run.path}: {note.line}")
+        training.restore(state)
         callbacks.say(f"{run.path}: goes on at epoch {training.progress.epoch + 1}, bag {training.progress.bags}")
     elif ranks.first:
         run.write_settings(job.settings)
@@ -194,6 +224,7 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
         start = None if job.init is None else {"path": str(job.init.absolute()), "sha256": file_hash(job.init)}
         facts = environment(device=str(ranks.device), devices=job.devices, precision=ranks.precision, init=start)
         run.write_json("environment.json", facts | {"slides_hash": inputs.hash})
+        run.write_csv("features.csv", fingerprints(inputs.bags, deep=job.deep))
         save_checkpoint(training.checkpoint(), run.state)  # from here on the run is begun
         count = sum(p.numel() for p in model.parameters())
         callbacks.say(f"{run.path}: {job.arm}, {count:,} parameters, {ranks.device}, precision {ranks.precision}")
@@ -223,15 +254,6 @@ def _refuse_other_input(job: Job, model: SlideModel) -> None:
         f"arm {job.arm!r} is for {kinds[model.images]}, but the cohort is one of {kinds[images]}",
         cure=f"Arms for them: {', '.join(fitting)}.",
     )
-
-
-def _refuse_other_slides(run: RunFolder, inputs: TrainingData, recorded: str | None) -> None:
-    if inputs.hash != recorded:
-        raise UserError(
-            "was begun with other slides, labels or parts than the table, the split and the files now give",
-            where=run.path,
-            cure="Restore them, choose another `out`, or remove the folder.",
-        )
 
 
 def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:

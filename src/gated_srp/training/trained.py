@@ -51,7 +51,15 @@ class TrainedRun:
     @classmethod
     def open(cls, run: str | Path | TrainedRun) -> TrainedRun:
         """From a run's folder, or its model.safetensors."""
-        return run if isinstance(run, TrainedRun) else cls(Path(run), load_card(model_file(Path(run))))
+        if isinstance(run, TrainedRun):
+            return run
+        file = model_file(Path(run))
+        card = load_card(file)
+        temperature = card.get("temperature", 1.0)
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+            what = f"temperature {temperature!r} in its card, expected a number above 0"
+            raise UserError(what, where=file, cure="Train the run again, or correct its card.", kind="card")
+        return cls(Path(run), card)
 
     def load(self) -> SlideModel:
         """The model, on the CPU, in evaluation mode."""
