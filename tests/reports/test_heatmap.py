@@ -493,3 +493,22 @@ def test_the_real_slide_is_drawn_where_its_tissue_is(tmp_path):
     assert chroma[inside].mean() > 40 > 12 > chroma[~inside].mean()
     with SlideImage(image) as slide:
         assert picture.shape[:2] == tuple(np.ceil(np.array(slide.info.size[::-1]) / canvas.scale).astype(int))
+
+
+def test_a_picture_names_the_class_that_a_converted_model_predicts(tmp_path, monkeypatch):
+    from models.test_published import GATED, write
+
+    from gated_srp.models import convert
+
+    write(tmp_path / "best.pt", "gated_srp", GATED)  # 10 channels, 3 outputs
+    file = write_trident(tmp_path, "s", make_slide(1, width=10))
+    model, headings = tmp_path / "model.safetensors", []
+    monkeypatch.setattr(flow, "draw_maps", lambda headed, path, **rest: headings.extend(one[0] for one in headed))
+    convert(tmp_path / "best.pt", model, classes=["benign", "low grade", "high grade"])
+    gated_srp.heatmap(model, file, out=tmp_path / "maps")
+    predicted = gated_srp.predict([model], file).table["predicted"][0]
+    assert predicted in ("benign", "low grade", "high grade")
+    assert headings[0].startswith(f"gated_srp, {tmp_path.name}: predicted {predicted}\n")
+    convert(tmp_path / "best.pt", model)
+    gated_srp.heatmap(model, file, out=tmp_path / "maps")
+    assert headings[1].startswith(f"gated_srp, {tmp_path.name}\n")

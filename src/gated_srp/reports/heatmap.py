@@ -183,7 +183,8 @@ def draw_slide(
     for run, view in enumerate(views):
         found = maps.maps_of(view, value, layer=layer, head=head)
         table = {**(maps.all_values(view) if export else {}), **{one.name: one.values for one in found}}
-        panels += [_Panel(f"{view.run}\n{one.title}", view.patches, one, table, run) for one in found]
+        heading = f"{view.run}: {view.prediction}" if view.prediction else view.run
+        panels += [_Panel(f"{heading}\n{one.title}", view.patches, one, table, run) for one in found]
     panels = panels or [_score_panel(file, value, reading)]
     own = panels[0].patches
     image, slide = find_image(own, image), None

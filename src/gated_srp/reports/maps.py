@@ -20,7 +20,7 @@ from gated_srp.models import model_file
 from gated_srp.models.nystrom import DifferentialAttention
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, set_gates, trace
-from gated_srp.training.trained import TrainedRun, open_slide
+from gated_srp.training.trained import TrainedRun, average, open_slide
 
 SHUT = 0.05  # absolute beta below which a gate does next to nothing; the paper's regimes begin at 0.5
 SCORES = (".csv", ".tsv")  # endings of tables with a user's own scores
@@ -78,6 +78,7 @@ class SlideView:
     signed: tuple[bool, ...]  # layers whose attention is a difference of two
     limits: tuple[float, ...]  # of each layer: the size that its beta cannot exceed
     warnings: tuple[Note, ...]  # about the file
+    prediction: str = ""  # in words
 
     @cached_property
     def ungated(self) -> Sequence[LayerTrace] | None:
@@ -116,7 +117,7 @@ def view_slide(
     if layer is not None and layer > len(traced):
         raise UserError(f"{run} has layers 1 to {len(traced)}", where=f"layer {layer}")
     mapped = (layer or len(traced)) - 1
-    layers = _trace(model, bag, mapped)
+    logits, layers = _trace(model, bag, mapped)
     gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
     ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
@@ -125,18 +126,27 @@ def view_slide(
     homogeneity = bag.graph.homogeneity.numpy()
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
     warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
-    return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings)
+    return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings, _answer(trained, logits))
 
 
-def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
+def _answer(run: TrainedRun, logits: Tensor) -> str:
+    """The prediction in words, ``predicted tumour``; nothing where the card does not say what the outputs mean."""
+    if "task" not in run.card:
+        return ""
+    answers = average([run], [logits]).iloc[0]
+    name, value = str(answers.index[0]), answers.iloc[0]
+    return f"{name.replace('_', ' ')} {value if isinstance(value, str) else format(value, '.3g')}"
+
+
+def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> tuple[Tensor, Sequence[LayerTrace]]:
     with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
-        model(bag.features[None], bag.graph)
-    return seen
+        logits = model(bag.features[None], bag.graph)
+    return logits, seen
 
 
 def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
     with set_gates(model, 0.0):
-        return _trace(model, bag, mapped)
+        return _trace(model, bag, mapped)[1]
 
 
 # Maps of a view -------------------------------------------------------------------------------------------------------
