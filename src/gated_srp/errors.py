@@ -23,11 +23,12 @@ def joined(what: str, where: str = "", cure: str = "") -> str:
 
 def counted(number: int, name: str) -> str:
     """
-    >>> counted(1, "slide"), counted(1234, "slide"), counted(2, "class")
-    ('1 slide', '1,234 slides', '2 classes')
+    >>> counted(1, "slide"), counted(1234, "slide"), counted(2, "class"), counted(2, "entry")
+    ('1 slide', '1,234 slides', '2 classes', '2 entries')
     """
-    plural = "" if number == 1 else "es" if name.endswith(("s", "x", "ch")) else "s"
-    return f"{number:,} {name}{plural}"
+    if number != 1:
+        name = f"{name[:-1]}ies" if name.endswith("ry") else f"{name}{'es' if name.endswith(('s', 'x', 'ch')) else 's'}"
+    return f"{number:,} {name}"
 
 
 class UserError(ValueError):

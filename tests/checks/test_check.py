@@ -97,7 +97,16 @@ def test_in_a_mixed_folder_exactly_the_broken_files_are_named_with_a_cure_each(t
     assert {str(path) for path in found.quarantine} == set(broken)
     assert found.facts["files"]["usable"] == 180
     assert found.facts["slides"] == {
-        **{"slides": 200, "patients": 100, "found": 200, "missing": 0, "unclear": 0, "broken": 20, "unused_files": 0}
+        **{
+            "slides": 200,
+            "patients": 100,
+            "found": 200,
+            "missing": 0,
+            "unclear": 0,
+            "broken": 20,
+            "unused_files": 0,
+            "excluded": 0,
+        }
     }
     shallow = check(config)
     assert {f.where[0] for f in shallow.notes} == set(broken) - {str(feats / "broken" / "broken_19.h5")}
@@ -182,8 +191,8 @@ def test_mixed_widths_and_encoders_are_errors_that_name_the_minority(tmp_path):
     odd = write_trident(tmp_path, "s9", make_slide(9, width=8), encoder="gigapath")
     found = _noted(check(tmp_path))
     assert found["mixed_widths"].where == found["mixed_encoders"].where == (str(odd),)
-    assert "12 (3 files), 8 (1 files)" in found["mixed_widths"].what
-    assert "uni_v2 (3 files), gigapath (1 files)" in found["mixed_encoders"].what
+    assert "12 (3 files), 8 (1 file)" in found["mixed_widths"].what
+    assert "uni_v2 (3 files), gigapath (1 file)" in found["mixed_encoders"].what
 
 
 def test_duplicates_zeros_and_second_lattices_are_warnings(tmp_path):

@@ -26,6 +26,7 @@ from gated_srp.models import ARMS, arm_settings
 from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
+_ABOUT_FILES = ("mixed_widths", "mixed_encoders", "several_files", "shared_file")  # errors that name files which open
 _FULL = 0.9  # share of the memory from which on a run is warned of
 
 
@@ -55,8 +56,13 @@ class Check:
 
     @property
     def quarantine(self) -> tuple[Path, ...]:
-        """Files that a run must leave out."""
-        return tuple(file.path for file in self.files if not file.usable)
+        """Files that a run must leave out: all that an error is about."""
+        known = {str(file.path): None for file in self.files}
+        named = [place for note in self.errors if note.kind in _ABOUT_FILES for place in note.where]
+        broken = [str(file.path) for file in self.files if not file.usable]
+        return tuple(
+            map(Path, dict.fromkeys([*broken, *(one for one in named if one in known or Path(one).is_file())]))
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """One row per note: level, kind, what, where, cure."""
@@ -140,14 +146,20 @@ def _check_cohort(
         data = open_cohort(config, found)
         files = list(data.matches.found.values())
     except UserError as error:
-        trouble.append(found_by.of_error(error, "cohort"))
+        undecided = error.kind == "several_files"  # which of them to look at is the question
+        trouble.append(found_by.of_error(error, error.kind if undecided else "cohort"))
+        files = [] if undecided else files
     facts, summary, of_files = _look(files, preparation(config), deep=deep, progress=progress)
     trouble += of_files
     if data is not None:
         splits, errors = _splits(data, seeds)
         broken = [file.path for file in facts if not file.usable]
         trouble += [*errors, *found_by.of_matches(data.matches), *found_by.of_table(data.table)]
-        trouble += data.table.kind.scarce(data.table.frame, data.table.classes)
+        trouble += [note for note in data.left_out if note not in trouble]
+        usable = [slide for slide, path in data.matches.found.items() if path not in set(broken)]
+        if usable:
+            used = data.table.frame[data.table.frame["slide"].isin(usable)]
+            trouble += data.table.kind.scarce(used, data.table.classes)
         trouble += found_by.of_splits(data, splits, broken)
         summary["slides"] = _about_slides(data, facts)
         summary["labels"] = _about_labels(data.table)
@@ -256,6 +268,7 @@ def _about_slides(data: CohortData, facts: Sequence[FileFacts]) -> dict[str, int
         "found": len(matches.found),
         "missing": len(matches.missing),
         "unclear": len(matches.several) + sum(map(len, matches.shared.values())),
+        "excluded": len(matches.excluded),
         "broken": sum(not file.usable for file in facts),
         "unused_files": len(matches.unused),
     }

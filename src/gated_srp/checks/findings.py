@@ -11,7 +11,7 @@ from typing import Any
 from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
 from gated_srp.data.files.siblings import is_known, may_be_same
-from gated_srp.data.matching import Matches
+from gated_srp.data.matching import Matches, several_files
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Level, Note, UserError, counted
@@ -118,9 +118,7 @@ def of_matches(matches: Matches) -> Iterator[Note]:
         what = f"{len(matches.missing):,} slides of the table have no feature file; runs leave them out"
         cure = "Extract them, correct their names in the table, or add their folder to `features`."
         yield Note(level, "missing", what, matches.missing, cure)
-    for slide, files in matches.several.items():
-        what = f"slide {slide}: {len(files)} files fit, so none is used"
-        yield Note("error", "several_files", what, tuple(map(str, files)), "Keep one, or name the folder more exactly.")
+    yield from several_files(matches)
     for file, names in matches.shared.items():
         what = f"one file fits {len(names)} slides ({', '.join(names[:5])}), so none of them is used"
         yield Note("error", "shared_file", what, (str(file),), "Correct the slides' names in the table.")
@@ -172,8 +170,10 @@ def facts_in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "slides",
             f"{slides['slides']:,} of {slides['patients']:,} patients in the table; "
-            + _words({k: slides[k] for k in ("found", "missing", "unclear", "broken")}),
+            + _words({k: slides.get(k, 0) for k in ("found", "missing", "unclear", "broken", "excluded")}),
         )
+    if not files["looked_at"]:
+        return
     kinds = f" ({_words(files['broken'])})" if files["broken"] else ""
     broken = files["looked_at"] - files["usable"]
     yield "files", f"{files['usable']:,} usable, {broken:,} broken{kinds}; {_size(files['bytes'])}"

@@ -26,7 +26,7 @@ from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
 _IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
-_PATHS = ("labels", "features", "coords", "images", "table", "slides", "split", "cache", "out")
+_PATHS = ("labels", "features", "coords", "images", "table", "slides", "split", "exclude", "cache", "out")
 SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _DEEPEST = 6
@@ -72,7 +72,7 @@ def with_changes(
 
 def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     """A path setting made absolute; other values as they are."""
-    if key not in _PATHS:
+    if key not in _PATHS or (key == "exclude" and isinstance(value, list | tuple)):
         return value
     if key in ("cache", "images") and isinstance(value, dict) and "folder" in value:
         return value | {"folder": _placed(key, value["folder"], home, settings)}

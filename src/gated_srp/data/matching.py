@@ -4,37 +4,43 @@ Ids are compared with the listing of files that were found and never joined to a
 name nothing outside that listing.
 """
 
+import os
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
 from gated_srp.data.files.containers import CONTAINERS
+from gated_srp.data.files.siblings import encoder_of_folder
+from gated_srp.errors import Note, counted
 
 SLIDE_ENDINGS = (
     *(".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi"),
     *(".png", ".jpg", ".jpeg"),
 )
+_NUMBERS = {2: "two", 3: "three"}
 Claims = dict[str, tuple[Path, ...]]  # slides and the files that fit
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Every slide is in exactly one of ``found``, ``missing``, ``several`` and the values of ``shared``."""
+    """Every slide is in exactly one of ``found``, ``missing``, ``several``, ``excluded`` and the values of ``shared``."""
 
     found: dict[str, Path]
     missing: tuple[str, ...]
     several: dict[str, tuple[Path, ...]]  # one slide, several files
     shared: dict[Path, tuple[str, ...]]  # one file, several slides
     unused: tuple[Path, ...]
+    excluded: tuple[str, ...] = ()  # left out by the user
 
     def report(self) -> tuple[str, ...]:
         """Every slide that cannot be used, one line each, after a line of counts."""
         bad = len(self.missing) + len(self.several) + sum(map(len, self.shared.values()))
-        lines = [f"{len(self.found)} slides matched to files, {bad} not; {len(self.unused)} files unused"]
+        left_out = f", {len(self.excluded)} left out by `exclude`" if self.excluded else ""
+        lines = [f"{len(self.found)} slides matched to files, {bad} not{left_out}; {len(self.unused)} files unused"]
         lines += [f"{slide}: no file of this name" for slide in self.missing]
         lines += [
             f"{slide}: {len(files)} files fit ({', '.join(map(str, files))}); keep one, or name the folder more exactly"
@@ -82,6 +88,67 @@ def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:
         shared={path: tuple(names) for path, names in owners.items() if len(names) > 1},
         unused=tuple(path for path in paths if path not in taken),
     )
+
+
+def leave_out(matches: Matches, entries: Iterable[str]) -> tuple[Matches, list[str]]:
+    """The matches without the slides that the entries name, by id or by a feature file; and the entries that name none."""
+    files: dict[str, list[str | Path]] = defaultdict(list)
+    for slide, paths in [*((one, (path,)) for one, path in matches.found.items()), *matches.several.items()]:
+        files[slide] += [slide, *paths]
+    for path, names in matches.shared.items():
+        for slide in names:
+            files[slide] += [slide, path]
+    by_stem: dict[str, list[tuple[str, str | Path]]] = defaultdict(list)
+    for slide in matches.missing:
+        files[slide].append(slide)
+    for slide, known in files.items():
+        for name in known:
+            by_stem[_key(name)].append((slide, name))
+    excluded: dict[str, None] = {}
+    unknown = []
+    for entry in entries:
+        tail = _tail(entry)  # with folders they must agree too: a quarantined file is one file
+        named = [slide for slide, name in by_stem[_key(entry)] if _tail(name)[-len(tail) :] == tail]
+        excluded |= dict.fromkeys(named)
+        unknown += [] if named else [entry]
+    kept = replace(
+        matches,
+        found={slide: path for slide, path in matches.found.items() if slide not in excluded},
+        missing=tuple(slide for slide in matches.missing if slide not in excluded),
+        several={slide: paths for slide, paths in matches.several.items() if slide not in excluded},
+        shared={path: names for path, names in matches.shared.items() if not excluded.keys() >= set(names)},
+        excluded=tuple(excluded),
+    )
+    return kept, unknown
+
+
+def _tail(name: str | Path) -> list[str]:
+    return [*(part.casefold() for part in _parts(name)[:-1]), _key(name)]
+
+
+def several_files(matches: Matches) -> Iterator[Note]:
+    """Slides that more than one file fits, and how to choose; those of most slides, which lie in the same folders, together."""
+    groups: dict[tuple[Path, ...], list[str]] = defaultdict(list)
+    for slide, files in matches.several.items():
+        groups[tuple(file.parent for file in files)].append(slide)
+    total = len(matches.found) + len(matches.several)
+    for folders, slides in groups.items():
+        number = _NUMBERS.get(len(folders), str(len(folders)))
+        if len(set(folders)) < len(folders) or len(slides) <= total / 2:
+            for slide in slides:
+                what = f"slide {slide} has {number} feature files, so none is used"
+                places = tuple(map(str, matches.several[slide]))
+                yield Note("error", "several_files", what, places, "Keep one, or name the folder more exactly.")
+            continue
+        above = Path(os.path.commonpath(folders))
+        names = " and ".join(str(folder.relative_to(above)) for folder in folders)
+        what = f"{counted(len(slides), 'slide')} {'has' if len(slides) == 1 else 'have'} {number} feature files each, in {names} (below {above})"
+        encoders = [encoder_of_folder(matches.several[slides[0]][place]) for place in range(len(folders))]
+        cure = "Point `features` at one of the folders."
+        if None not in encoders and len(set(encoders)) == len(encoders):
+            chosen = " or ".join(f"`encoder: {name}`" for name in encoders)
+            cure = f"Set {chosen}, or point `features` at one of the folders."
+        yield Note("error", "several_files", what, tuple(map(str, folders)), cure)
 
 
 def files_of_cases(cases: Iterable[str], files: Iterable[str | Path]) -> dict[str, tuple[Path, ...]]:

@@ -149,8 +149,6 @@ class Classification(NamedOutputs):
         counts = cls.tally(frame, classes)["classes"]
         balance = ", ".join(f"{name} {count}" for name, count in counts.items())
         notes = [Note("note", "labels", f"{columns.target}: {balance} (slides by class)")]
-        if sum(count > 0 for count in counts.values()) == 1:
-            notes.append(Note("warning", "table", "only one class", cure="Nothing can be learnt from it."))
         return notes
 
     @classmethod
@@ -165,9 +163,26 @@ class Classification(NamedOutputs):
         return {"classes": {name: int(counts.get(i, 0)) for i, name in enumerate(classes)}}
 
     @classmethod
+    def scarce(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> Iterator[Note]:
+        present = [name for name, count in cls.tally(frame, classes)["classes"].items() if count]
+        if len(present) > 1:
+            yield from super().scarce(frame, classes)
+            return
+        what = f"all {len(frame)} slides that can be used are of one class, {', '.join(present)}: there is nothing to learn"
+        yield Note("error", "one_class", what, ("table",), "Add slides of another class, or correct `target`.")
+
+    @classmethod
     def lacks(cls, frame: pd.DataFrame, classes: tuple[str, ...], part: str) -> Iterator[Note]:
-        if absent := [name for i, name in enumerate(classes) if not (frame["label"] == i).any()]:
-            yield Note("warning", "split", f"no usable slide of class {', '.join(absent)} in {part}")
+        absent = [name for i, name in enumerate(classes) if not (frame["label"] == i).any()]
+        if not absent:
+            return
+        said = f"no usable slide of class {', '.join(absent)} in {part}"
+        if part != "train":
+            yield Note("warning", "split", said)
+        elif len(classes) - len(absent) < 2:
+            yield Note("error", "split", f"{said}: there is nothing to learn")
+        else:
+            yield Note("warning", "split", f"{said}: it cannot be learnt")
 
     @classmethod
     def fit(cls, training: pd.DataFrame, classes: tuple[str, ...] = (), metric: str | None = None) -> Self:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.data.bag import Bag, BagHeader
+from gated_srp.data.bag import Bag, BagError, BagHeader
 from gated_srp.data.files.containers import Container, opened
 from gated_srp.data.files.siblings import (
     Places,
@@ -77,6 +77,15 @@ def read_header(
     """As `read_bag`, without the feature array: positions and metadata of many files in little time."""
     with opened(Path(path)) as file:
         return _describe(file, encoder, (features_key, coords_key), coords, stride)[1]
+
+
+def is_slide_embedding(path: str | Path) -> bool:
+    """Whether a file holds one vector per slide instead of features of patches."""
+    try:
+        read_header(path)
+    except BagError as error:
+        return error.kind == "slide_embedding"
+    return False
 
 
 def _describe(
