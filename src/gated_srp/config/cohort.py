@@ -5,7 +5,7 @@ slides = data.slides(seed=42)                     # one row per slide: slide, ca
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,15 +15,14 @@ import pandas as pd
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from gated_srp.data.files.formats import is_slide_embedding
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.loader import SlideDataset
-from gated_srp.data.matching import Matches, leave_out, match_slides, several_files
+from gated_srp.data.matching import Matches, match_features, several_files
 from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, k_folds, own_split, site_folds
 from gated_srp.data.spreadsheet import Columns
 from gated_srp.data.table import Table, read_table
-from gated_srp.errors import Note, UserError, counted
+from gated_srp.errors import Note, UserError
 from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
 from gated_srp.tasks import task_names
 
@@ -318,7 +317,7 @@ def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> Cohort
     """Read the table and find each slide's file; ``files`` are those to choose from, where they were found already."""
     found, notes = files or find_files(config)
     table = read_labels(config, found)
-    matches, more = _match(config, list(table.frame["slide"]), found)
+    matches, more = match_features(list(table.frame["slide"]), found, config.exclude)
     notes += more
     if not matches.found:
         for note in several_files(matches):
@@ -331,35 +330,6 @@ def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> Cohort
     for note in data.notes:
         logging.getLogger(__name__).debug("%s: %s", config.name, note)
     return data
-
-
-def _match(config: CohortConfig, slides: list[str], files: list[Path]) -> tuple[Matches, tuple[Note, ...]]:
-    """Each slide's file, without slide embeddings beside the features and without what the user leaves out."""
-    notes: tuple[Note, ...] = ()
-    matches = match_slides(slides, files)
-    first = {path.parent: path for paths in matches.several.values() for path in reversed(paths)}
-    if homes := {home for home, path in first.items() if is_slide_embedding(path)}:
-        notes += embeddings_left_out([path for path in files if path.parent in homes])
-        matches = match_slides(slides, [path for path in files if path.parent not in homes])
-    if config.exclude is not None:
-        matches, unknown = leave_out(matches, _excluded(config.exclude))
-        if unknown:
-            what = f"{counted(len(unknown), 'entry')} of `exclude` name{'s' if len(unknown) == 1 else ''} no slide and no feature file"
-            named = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            notes += (Note("warning", "exclude", f"{what}: {named}", ("exclude",), "Correct or remove them."),)
-    return matches, notes
-
-
-def _excluded(exclude: Path | tuple[str, ...]) -> Sequence[str]:
-    if isinstance(exclude, tuple):
-        return exclude
-    try:
-        lines = exclude.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read as text ({error})"
-        cure = "`exclude` is a list of slides, [s1, s2], or a text file with one slide or feature file per line."
-        raise UserError(what, where=exclude, cure=cure, kind="setting") from None
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def find_files(config: CohortConfig) -> FoundFiles:

@@ -14,8 +14,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from gated_srp.data.files.containers import CONTAINERS
-from gated_srp.data.files.siblings import encoder_of_folder
-from gated_srp.errors import Note, counted
+from gated_srp.data.files.formats import is_slide_embedding
+from gated_srp.data.files.siblings import embeddings_left_out, encoder_of_folder
+from gated_srp.errors import Note, UserError, counted
 
 SLIDE_ENDINGS = (
     *(".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi"),
@@ -124,6 +125,37 @@ def leave_out(matches: Matches, entries: Iterable[str]) -> tuple[Matches, list[s
 
 def _tail(name: str | Path) -> list[str]:
     return [*(part.casefold() for part in _parts(name)[:-1]), _key(name)]
+
+
+def match_features(
+    slides: Sequence[str], files: Sequence[Path], exclude: Path | tuple[str, ...] | None = None
+) -> tuple[Matches, tuple[Note, ...]]:
+    """Each slide's file, without slide embeddings beside the features and without what the user leaves out; and what to say of it."""
+    notes: tuple[Note, ...] = ()
+    matches = match_slides(slides, files)
+    first = {path.parent: path for paths in matches.several.values() for path in reversed(paths)}
+    if homes := {home for home, path in first.items() if is_slide_embedding(path)}:
+        notes += embeddings_left_out([path for path in files if path.parent in homes])
+        matches = match_slides(slides, [path for path in files if path.parent not in homes])
+    if exclude is not None:
+        matches, unknown = leave_out(matches, _excluded(exclude))
+        if unknown:
+            what = f"{counted(len(unknown), 'entry')} of `exclude` name{'s' if len(unknown) == 1 else ''} no slide and no feature file"
+            named = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            notes += (Note("warning", "exclude", f"{what}: {named}", ("exclude",), "Correct or remove them."),)
+    return matches, notes
+
+
+def _excluded(exclude: Path | tuple[str, ...]) -> Sequence[str]:
+    if isinstance(exclude, tuple):
+        return exclude
+    try:
+        lines = exclude.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read as text ({error})"
+        cure = "`exclude` is a list of slides, [s1, s2], or a text file with one slide or feature file per line."
+        raise UserError(what, where=exclude, cure=cure, kind="setting") from None
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def several_files(matches: Matches) -> Iterator[Note]:
