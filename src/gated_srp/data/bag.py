@@ -24,7 +24,7 @@ class BagError(UserError):
     Kinds: missing, symlink_loop, unreadable, zero_bytes, not_hdf5, not_zip, not_torch, unknown_format, truncated,
     unsafe_pickle, external_link, oversized, missing_filter, needs_package, locked, no_features, no_coords,
     several_encoders, wrong_encoder, slide_embedding, wrong_rank, wrong_dtype, wrong_size (of an image), row_mismatch,
-    bad_coords, no_stride, empty.
+    bad_coords, no_stride, empty, endless, crash (the library that reads it does not survive it, see `gated_srp.bounded`).
     """
 
     def __init__(

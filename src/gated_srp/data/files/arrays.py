@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import zipfile
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.data.files.containers import ATTRIBUTES, HARMLESS, Container, Spec, known, unfolded
+from gated_srp.bounded import try_out
+from gated_srp.data.files.containers import ATTRIBUTES, Container, Spec, known, unfolded
 
+_HEADER = 2**16  # bytes of a header of numpy; those of arrays of numbers have a hundred
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # first bytes of torch.save before 1.6
 
 
@@ -47,6 +50,7 @@ class TorchFile(Container):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        try_out(_load_torch, path)  # a pickle of a few bytes may ask torch for storages of any size
         content = self._load()
         named = content if isinstance(content, dict) else {"features": content}
         self._values: dict[str, Any] = {str(name): value for name, value in named.items()}
@@ -126,6 +130,10 @@ class TorchFile(Container):
         return known(self._values | lone)
 
 
+def _load_torch(path: Path) -> None:
+    TorchFile(path).close()
+
+
 class NumpyFile(Container):
     """``.npz`` (named arrays; 0-d entries are attributes) and ``.npy`` (one array named features)."""
 
@@ -154,7 +162,7 @@ class NumpyFile(Container):
         with self._open(name) as stream:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)
+            shape, _, dtype = read(BytesIO(stream.read(_HEADER)))  # which claims its own length
         return shape, dtype
 
     def spec(self, name: str) -> Spec:
@@ -218,6 +226,9 @@ class SafetensorsFile(Container):
         return {} if name else known(self._tensors.metadata() or {})
 
 
+_ZARR_NOTES = {".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json"}
+
+
 class ZarrFolder(Container):
     """tiatoolbox's ``.zarr``: ``features`` and ``coordinates`` (bounds of each patch)."""
 
@@ -235,10 +246,20 @@ class ZarrFolder(Container):
 
     def spec(self, name: str) -> Spec:
         array = self._group[name]
-        # zarr leaves out chunks of zeros, so a small array may lack some.
-        if array.nbytes > HARMLESS and array.nchunks_initialized < array.nchunks:
-            raise self._oversized(name, array.nbytes, array.nbytes * array.nchunks_initialized // max(array.nchunks, 1))
-        return Spec(tuple(array.shape), self._dtype(name, np.dtype(array.dtype)))
+        spec = Spec(tuple(array.shape), self._dtype(name, np.dtype(array.dtype)))
+        files = [f for f in (self.path / name).rglob("*") if f.name not in _ZARR_NOTES and f.is_file()]
+        stored = sum(file.stat().st_size for file in files)
+        if array.nbytes > unfolded(stored):
+            raise self._oversized(name, array.nbytes, stored)
+        # zarr reads a missing chunk as zeros. Counted first: asking it for 10^12 chunks one by one takes for ever.
+        pieces = array.shards or array.chunks
+        expected = math.prod(-(-size // max(step, 1)) for size, step in zip(array.shape, pieces, strict=True))
+        found = len(files) if len(files) < expected or array.shards else array.nchunks_initialized
+        if found < expected:
+            what = f"'{name}' lacks {expected - found:,} of its {expected:,} chunks, which would be read as zeros"
+            cure = "Copy or extract it again; chunks of zeros alone are kept with write_empty_chunks=True."
+            raise self.error("truncated", what, cure)
+        return spec
 
     def read(self, name: str) -> Tensor:
         return from_numpy(np.asarray(self._group[name][...]), self.spec(name).dtype)

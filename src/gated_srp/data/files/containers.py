@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gated_srp.bounded import ForeignFailure, try_out
 from gated_srp.data.bag import BagError
 from gated_srp.errors import UserError
 
@@ -149,13 +150,25 @@ def opened(path: Path) -> Iterator[Container]:
         module, name = CONTAINERS[path.suffix.lower()]
         with closing(getattr(import_module(f"{__package__}.{module}"), name)(path)) as file:
             yield file
-    except (UserError, ImportError, AttributeError, NameError, AssertionError):
-        raise  # said already, or a bug of ours
+    except ForeignFailure as error:
+        raise BagError(error.what, where=path, cure=error.cure, kind=error.kind) from None
+    except (UserError, ImportError):
+        raise  # said already
     except MemoryError:
         cure = "Check the file, or use a larger machine."
         raise BagError("does not fit into memory", where=path, cure=cure, kind="oversized") from None
     except Exception as error:  # damage shows as anything: a parser's, an unpickler's, a C library's error
+        if isinstance(error, AttributeError | NameError | AssertionError) and _raised_here(error):
+            raise  # a bug of ours
         raise _classified(path, error) from error
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether it comes from this package rather than from a library that it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("gated_srp")
 
 
 def _check_path(path: Path) -> None:
@@ -212,6 +225,7 @@ class Hdf5File(Container):
             if head.startswith(b"version https://git-lfs"):
                 cure = "It is a Git LFS pointer: run git lfs pull."
             raise self.error("not_hdf5", f"not an HDF5 file, it begins with {head[:12]!r}", cure)
+        try_out(_look_through, path)
         self._file = h5py.File(path, "r", locking="best-effort")
 
     def close(self) -> None:
@@ -296,9 +310,22 @@ class Hdf5File(Container):
                 raise self._leads_away(name)
         return node
 
+    def look_through(self) -> None:
+        """Touch everything that a reading may touch, but the arrays' content: a damaged file shows here what it does."""
+        self.attrs()
+        for name in self.names():
+            with suppress(BagError):
+                self.attrs(name)
+                self.spec(name)
+
     def _leads_away(self, name: str) -> Exception:
         return self.error(
             "external_link",
             f"'{name}' is a link, a virtual dataset or raw storage that leads out of this file; it is not followed",
             "Copy the data into one file (h5repack, or extract the slide again).",
         )
+
+
+def _look_through(path: Path) -> None:
+    with closing(Hdf5File(path)) as file:
+        file.look_through()

@@ -1,0 +1,178 @@
+"""A foreign parser, tried out in a process of its own: what makes it run for ever, ask for too much memory or crash ends that process.
+
+    try_out(look_through, path)          # once per file; then the file is opened here, as fast as ever
+
+Libraries such as HDF5 cannot be interrupted: a damaged file may hold them in a loop that ignores Ctrl-C. One helper is forked when it
+is first needed, serves one file after another, is limited by the kernel, and leaves when it has nothing to do. What came of a
+file is remembered by its size and time. Where a process cannot be forked safely (other systems than Linux) files are opened as they are.
+"""
+
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any, NoReturn
+
+from gated_srp.errors import UserError
+
+CPU_SECONDS = 4  # for one file; waiting for a slow disk does not count
+MEMORY = 2**30  # bytes beyond those of the process and twice the file's
+_IDLE = 5.0  # seconds without work after which the helper leaves
+_LENGTH = struct.Struct("<I")
+_known: dict[tuple[str, int, int], Exception | None] = {}  # what came of a file, by path, size and time
+_FORKS = sys.platform == "linux"
+
+
+class ForeignFailure(UserError):
+    """The library did not survive the file. Kinds: endless, crash."""
+
+
+def try_out(look: Callable[[Path], Any], path: Path) -> None:
+    """Raise what ``look(path)`` raises in the helper, or `ForeignFailure` where it does not come back.
+
+    Called again inside the helper, or where a process cannot be forked, it does nothing.
+    """
+    if not _FORKS or os.getpid() == _helper.inside:
+        return
+    info = path.stat()
+    identity = (os.fspath(path), info.st_size, info.st_mtime_ns)
+    if identity not in _known:
+        with _helper.lock:
+            _known[identity] = _helper.ask(look, path)
+    if (error := _known[identity]) is not None:
+        raise error
+
+
+class _Helper:
+    """The forked process, from the side of the one that asks."""
+
+    def __init__(self) -> None:
+        self.forget()
+        self.inside = 0  # the helper's own process number, in the helper
+
+    def forget(self) -> None:
+        """In a forked child: the helper belongs to the parent."""
+        self.lock = Lock()
+        self.process = 0
+
+    def ask(self, look: Callable[[Path], Any], path: Path) -> Exception | None:
+        request = pickle.dumps((look, os.path.abspath(path)))
+        for _ in range(2):
+            if not self.process:
+                self._start()
+            try:
+                os.write(self.requests, _LENGTH.pack(len(request)) + request)
+                return _received(self.replies)
+            except (BrokenPipeError, EOFError):
+                status = self._ended()
+            except BaseException:  # Ctrl-C while it works: its answer belongs to nobody
+                os.kill(self.process, signal.SIGKILL)
+                self._ended()
+                raise
+            if status:  # else it had left, and is started again
+                break
+        kind, what = "endless", f"its reading did not come to an end within {CPU_SECONDS} s"
+        if status != -signal.SIGXCPU:
+            how = signal.Signals(-status).name if status < 0 else f"exit {status}"
+            kind, what = "crash", f"its reading crashed the library that reads it ({how})"
+        return ForeignFailure(what, where=path, cure="It is damaged: copy, download or make it again.", kind=kind)
+
+    def _ended(self) -> int:
+        os.close(self.requests)
+        os.close(self.replies)
+        try:
+            status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        except ChildProcessError:  # somebody waits for all children
+            status = 0
+        self.process = 0
+        return status
+
+    def _start(self) -> None:
+        read_request, self.requests = os.pipe()
+        self.replies, write_reply = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads: the helper takes none of their locks
+            self.process = os.fork()
+        if not self.process:
+            _serve(read_request, write_reply)
+        os.close(read_request)
+        os.close(write_reply)
+
+
+_helper = _Helper()
+if _FORKS:
+    os.register_at_fork(after_in_child=_helper.forget)
+
+
+def _received(source: int) -> Any:
+    (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
+    return pickle.loads(_exactly(source, length))
+
+
+def _exactly(source: int, length: int) -> bytes:
+    found = b""
+    while len(found) < length:
+        part = os.read(source, length - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+# In the helper -------------------------------------------------------------------------------------------------------
+
+
+def _serve(requests: int, replies: int) -> NoReturn:
+    """Answer until nobody asks any more. Nothing of the parent's stays open, and nothing of the parent's runs at the end."""
+    import resource  # Unix alone has it
+
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGXCPU, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        requests, replies = os.dup2(requests, 500), os.dup2(replies, 501)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        os.closerange(3, 500)
+        os.closerange(502, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 503))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _helper.inside = os.getpid()
+        while select.select([requests], [], [], _IDLE)[0]:
+            look, path = _received(requests)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1)
+            with open("/proc/self/statm", encoding="ascii") as file:
+                pages = int(file.read().split()[0])
+            _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY + 2 * os.path.getsize(path))
+            answer = pickle.dumps(_answer(look, Path(path)))
+            os.write(replies, _LENGTH.pack(len(answer)) + answer)
+    except EOFError:
+        pass
+    finally:
+        os._exit(0)
+
+
+def _answer(look: Callable[[Path], Any], path: Path) -> Exception | None:
+    try:
+        look(path)
+    except UserError as error:
+        return error
+    except Exception as error:
+        if type(error).__module__ == "builtins":  # others may not survive the way
+            return error
+        return OSError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return None
+
+
+def _limit(what: int, most: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

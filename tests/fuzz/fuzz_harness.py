@@ -1,0 +1,254 @@
+"""Thousands of damaged files for every reader, in worker processes that a watchdog ends: `make fuzz`, or
+
+    python tests/fuzz/fuzz_harness.py --cases 20000 --findings build/fuzz
+
+A case is good where the file is read, or refused with a `UserError` that names it and says what to do. Counted are tracebacks (any
+other exception), refusals without file or cure, hangs (over 10 s), allocations (over 2 GB), crashes of the process, and code: anything
+that a file made Python start, write or connect to. The files of the cases found stay in the findings folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HANG = 10.0  # seconds
+ALLOCATION = 2 * 2**30  # bytes
+BAD = ("traceback", "unnamed", "hang", "allocation", "crash", "code")
+_CHUNK = 250  # cases of one worker's life: a library that leaks does not count as one that allocates
+_HERE = Path(__file__).resolve().parent
+_RUNS_CODE = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "socket.connect",
+    "ctypes.dlopen",
+)
+_WRITES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.chmod", "shutil.rmtree")
+
+
+# Worker --------------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """What the present case made Python do, by audit events; armed only while a reader runs."""
+
+    def __init__(self) -> None:
+        self.armed, self.seen, self.home = False, [], ""
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.armed:
+            return
+        if event in _RUNS_CODE or (event in _WRITES and not self._inside(args[0])):
+            self.seen.append(f"{event} {args!r:.200}")
+        elif event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+") and not self._inside(args[0]):
+            self.seen.append(f"open {args!r:.200}")
+
+    def _inside(self, path: Any) -> bool:
+        return isinstance(path, int) or os.fsdecode(path).startswith((self.home, "/dev/null", "/dev/shm", "/proc/self"))
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of address space, and the most there ever were."""
+    with open("/proc/self/status") as file:
+        found = dict(line.split(":", 1) for line in file if line.startswith("Vm"))
+    return int(found["VmSize"].split()[0]) * 1024, int(found["VmPeak"].split()[0]) * 1024
+
+
+def work(name: str, cases: int, seed: int, home: Path) -> None:
+    """Try so many cases and print one JSON line for each."""
+    import warnings
+
+    import hypothesis
+    from fuzz_damage import Files, Seed, damaged
+    from fuzz_targets import CORPUS, TARGETS, unpacked
+    from hypothesis import given, settings
+
+    from gated_srp.errors import UserError
+
+    warnings.simplefilter("ignore")
+    sys.setrecursionlimit(1000)
+    target, watch = TARGETS[name], Watch()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print does not mix with the lines below
+    seeds = target.all_seeds(home / "seeds", name)
+    for number, (main, files) in enumerate(seeds):  # libraries are imported, and good files are good
+        unpacked(files, home / "good" / str(number))
+        try:
+            target.read(home / "good" / str(number) / main)
+        except UserError as error:
+            if not (CORPUS / name / main).exists():
+                raise RuntimeError(f"{name}: no good file to begin from") from error
+    print(json.dumps({"kind": "ready"}), file=out, flush=True)
+    watch.home = str(home)
+
+    def one(main: str, files: Files) -> dict[str, Any]:
+        case = home / "case"
+        shutil.rmtree(case, ignore_errors=True)
+        unpacked(files, case)
+        size, peak = _memory()
+        started, found = time.monotonic(), {"kind": "read"}
+        watch.armed, watch.seen = True, []
+        try:
+            target.read(case / main)
+        except UserError as error:
+            text = str(error)
+            found = {"kind": "refused" if str(case) in text and _has_cure(error) else "unnamed", "what": text[:500]}
+        except BaseException:
+            found = {"kind": "traceback", "what": traceback.format_exc()[-3000:]}
+        finally:
+            watch.armed = False
+        if (now := _memory()[1]) > max(peak, size + ALLOCATION):
+            found = {"kind": "allocation", "what": f"{(now - size) / 2**30:.1f} GB; {found}"}
+        if (took := time.monotonic() - started) > HANG:
+            found = {"kind": "hang", "what": f"{took:.0f} s; {found}"}
+        if watch.seen:
+            found = {"kind": "code", "what": f"{watch.seen}; {found}"}
+        if found["kind"] in BAD:
+            case.rename(kept := home / f"kept{time.monotonic_ns()}")
+            found["kept"] = str(kept)
+        return found | {"seconds": took}
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=cases, database=None, deadline=None, phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck), derandomize=False,
+    )  # fmt: skip
+    @given(damaged(seeds))
+    def run(case: Seed) -> None:
+        print(json.dumps(one(*case)), file=out, flush=True)
+
+    run()
+
+
+def _has_cure(error: Any) -> bool:
+    return bool(error.cure) or len(str(error).split(". ")) > 1 or "\n" in str(error)
+
+
+# Watchdog ------------------------------------------------------------------------------------------------------------
+
+
+def fuzz(
+    cases: int, findings: Path | None = None, *, only: list[str] | None = None, seed: int = 0
+) -> dict[str, Counter]:
+    """Outcomes by target, in shares of about so many cases."""
+    from fuzz_targets import TARGETS
+
+    names = only or list(TARGETS)
+    total = sum(TARGETS[name].share for name in names)
+    counts: dict[str, Counter] = {}
+    for name in names:
+        counts[name] = Counter()
+        todo = max(4, round(cases * TARGETS[name].share / total))
+        chunk = seed
+        while todo > 0:
+            done = _chunk(name, min(todo, _CHUNK), chunk, counts[name], findings)
+            todo, chunk = todo - done, chunk + 1
+        print(f"{name:16} {dict(counts[name])}", flush=True)
+    return counts
+
+
+def _chunk(name: str, cases: int, seed: int, counts: Counter, findings: Path | None) -> int:
+    """A worker's life; a case that hangs or crashes ends it and is counted."""
+    command = [sys.executable, str(_HERE / "fuzz_harness.py"), "--work", name, str(cases), str(seed)]
+    done = 0
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+") as errors:
+        Path(folder, "tmp").mkdir()
+        places = os.environ | {"TMPDIR": f"{folder}/tmp"}  # what a report draws before it is inlined
+        worker = subprocess.Popen([*command, folder], stdout=subprocess.PIPE, stderr=errors, env=places)
+        try:
+            for line in _lines(worker):
+                if line["kind"] == "ready":
+                    continue
+                done += 1
+                counts[line["kind"]] += 1
+                counts["slowest"] = max(counts["slowest"], round(line["seconds"], 1))
+                if line["kind"] in BAD:
+                    _keep(findings, name, line, Path(line["kept"]), seed, done)
+        except TimeoutError:
+            done += 1
+            counts["hang"] += 1
+            _keep(findings, name, {"kind": "hang", "what": ""}, Path(folder) / "case", seed, done)
+        finally:
+            worker.kill()
+            worker.wait()
+        if worker.returncode not in (0, -9):
+            errors.seek(0)
+            said = errors.read()[-3000:]
+            if not done and worker.returncode > 0:
+                raise RuntimeError(f"{name}: {said}")
+            done += 1
+            counts["crash"] += 1
+            what = {"kind": "crash", "what": f"exit {worker.returncode}\n{said}"}
+            _keep(findings, name, what, Path(folder) / "case", seed, done)
+    return max(done, cases if worker.returncode == 0 else 1)
+
+
+def _lines(worker: subprocess.Popen) -> Any:
+    """Its lines as they come; TimeoutError where none comes in time. The first, after all imports, may take long."""
+    patience, rest = 120.0, b""
+    while True:
+        ready, _, _ = select.select([worker.stdout], [], [], patience)
+        if not ready:
+            raise TimeoutError
+        part = os.read(worker.stdout.fileno(), 2**16)
+        if not part:
+            worker.wait()
+            return
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+        patience = HANG + 5
+
+
+def _keep(findings: Path | None, name: str, line: dict[str, Any], case: Path, seed: int, number: int) -> None:
+    if findings is not None:
+        home = findings / line["kind"] / f"{name}-{seed}-{number}"
+        shutil.rmtree(home, ignore_errors=True)
+        if case.exists():
+            shutil.copytree(case, home)
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "finding.txt").write_text(line["what"], errors="surrogateescape")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--findings", type=Path)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.path[:0] = [str(_HERE.parent), str(_HERE)]
+    if options.work:
+        name, cases, seed, home = options.work
+        work(name, int(cases), int(seed), Path(home))
+        return
+    started = time.monotonic()
+    counts = fuzz(options.cases, options.findings, only=options.only, seed=options.seed)
+    total = Counter()
+    for found in counts.values():
+        total.update({kind: n for kind, n in found.items() if kind != "slowest"})
+    print(
+        f"{total.total()} cases in {time.monotonic() - started:.0f} s: "
+        + ", ".join(f"{total[k]} {k}" for k in ("read", "refused", *BAD))
+    )
+    sys.exit(any(total[kind] for kind in BAD))
+
+
+if __name__ == "__main__":
+    main()
