@@ -68,7 +68,8 @@ class _Helper:
                 self._start()
             try:
                 os.write(self.requests, _LENGTH.pack(len(request)) + request)
-                return _received(self.replies)
+                answer: Exception | None = _received(self.replies)
+                return answer
             except (BrokenPipeError, EOFError):
                 status = self._ended()
             except BaseException:  # Ctrl-C while it works: its answer belongs to nobody
