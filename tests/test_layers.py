@@ -10,6 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gated_srp"
 LAYERS = {
+    "bounded": 0,
     "errors": 0,
     "files": 0,
     "machine": 0,
@@ -37,6 +38,7 @@ LAYERS = {
 BESIDE = {
     ("foreign", "models"),
     ("files", "errors"),
+    ("bounded", "errors"),
 }  # same layer, one may see the other
 
 
