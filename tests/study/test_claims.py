@@ -121,6 +121,17 @@ def test_our_own_results_are_judged_beside_the_published(tmp_path):
     assert "| sentence |" in found.text and "does not hold" in found.text
 
 
+def test_results_of_incomplete_cohorts_judge_no_sentence(tmp_path):
+    ours(tmp_path, "survival", {"NA": [0.5], "Gated SRP": [0.6]}, [("TCGA-KIRP", "c_index")])
+    path = tmp_path / "reproduce" / "survival" / "reproduction.csv"
+    table = pd.read_csv(path, keep_default_na=False)
+    path.write_text(table.assign(verdict="incomplete").to_csv(index=False))
+    found = judge_claims(
+        read_claims(studies_folder() / "claims.yaml"), read_published(studies_folder() / "published.yaml"), tmp_path
+    )
+    assert set(found["ours_verdict"]) == {"not run", "–"}
+
+
 def test_it_is_a_study_that_needs_no_data_and_comes_last_of_all(tmp_path):
     assert [study.kind for study in read_studies("claims", studies_folder())] == ["claims"]
     result = gated_srp.reproduce("claims", out=tmp_path)

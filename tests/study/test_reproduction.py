@@ -7,8 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
+from study.study_cells import finish
 from typer.testing import CliRunner
 
+from gated_srp import report
 from gated_srp.errors import UserError
 from gated_srp.reports.tables import reproduction_grid, write_reproduction
 from gated_srp.study.cells import distinct
@@ -198,6 +200,45 @@ def test_our_numbers_stand_beside_the_published(tmp_path):
     names = {path.name for path in write_reproduction(tmp_path, study, lines)}
     assert names == {"reproduction.csv", "table.md", "table.tex", "table.csv"}
     assert len((tmp_path / "reproduction.csv").read_text().splitlines()) == 1 + 25
+
+
+def finished_study(tmp_path, cohorts, present, slides=None):
+    study, cells, _ = planned("classification", tmp_path, cohorts=cohorts, seeds=[42, 43])
+    for cell in cells:
+        finish(cell, macro_f1=0.1 + cell.seed / 1000, accuracy=0.1 + cell.seed / 1000, macro_auc=0.1 + cell.seed / 1000)
+        if cell.cohort in (slides or {}):
+            (cell.key / "environment.json").write_text(f'{{"slides": {slides[cell.cohort]}}}')
+    present = {(cohort, "uni_v2"): count for cohort, count in present.items()}
+    return write_study(tmp_path / "t", study, cells, (), Running(), present=present)
+
+
+@pytest.mark.slow
+def test_an_incomplete_cohort_is_counted_and_not_judged(tmp_path):
+    # All files of BRACS are there by now, but its runs had fewer.
+    present, used = {"CAMELYON16": 40, "BRACS": 547}, {"BRACS": 545}
+    found = finished_study(tmp_path, ["CAMELYON16", "BRACS"], present, used)
+    lines = found.table[found.table["metric"] == "accuracy"].set_index(["row", "cohort"])
+    first, second = (lines.loc[("NA", cohort)] for cohort in ("CAMELYON16", "BRACS"))
+    assert (first["verdict"], first["slides"], first["paper_slides"]) == ("incomplete", 40, 270)
+    assert (second["verdict"], second["slides"], second["paper_slides"]) == ("incomplete", 545, 546)
+    assert math.isnan(first["low"]) and first["difference"] < -0.5
+    words = "CAMELYON16: 40 of 270 slides, so its numbers say nothing about the paper's and are not judged"
+    table, _, about = found.text.partition("Published:")
+    assert ", 40 of 270 slides: not judged" in table and ", 545 of 546 slides: not judged" in table
+    assert words in found.text and "compatible" not in table + about.partition("Rule:")[0]
+    assert words in (tmp_path / "t" / "comparison" / "README.md").read_text()
+    page = report(tmp_path / "t", out=tmp_path / "page.html").path.read_text()
+    judged = int((found.table["verdict"] == "incomplete").sum())
+    said = f"No number is judged: {judged} are of incomplete cohorts (CAMELYON16: 40 of 270 slides; BRACS: 545 of 546 slides)"
+    assert said in page and words.replace("'", "&#39;") in page
+
+
+@pytest.mark.slow
+def test_a_complete_cohort_is_judged(tmp_path):
+    found = finished_study(tmp_path, ["BRACS"], {"BRACS": 547}, {"BRACS": 546})
+    own = found.table[found.table["cohort"] == "BRACS"]
+    assert set(own["verdict"]) == {"not compatible", "not published"} and own["slides"].eq(546).all()
+    assert "of 546" not in found.text
 
 
 def test_a_dry_run_lists_every_cell_and_writes_nothing(tmp_path, monkeypatch):

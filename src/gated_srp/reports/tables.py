@@ -313,7 +313,10 @@ def _about(study: Study, lines: pd.DataFrame) -> tuple[str, ...]:
     if study.kind == "runtime":
         return source, _MACHINES
     counts = lines["verdict"].value_counts()
-    judged = {word: int(counts.get(word, 0)) for word in ("compatible", "not compatible", "not judged", "not run")}
+    judged = {
+        word: int(counts.get(word, 0))
+        for word in ("compatible", "not compatible", "not judged", "incomplete", "not run")
+    }
     summary = "; ".join(f"{count} {word}" for word, count in judged.items() if count)
     return source, f"Of the published numbers: {summary}.", f"Rule: {RULE}"
 
@@ -331,6 +334,9 @@ def _ratios(study: Study, found: Sequence[Line]) -> list[tuple[str, tuple[Entry,
 def _difference(line: Line) -> Entry:
     if math.isnan(line["difference"]):
         return Entry("–")
+    if line["verdict"] == "incomplete":
+        slides = f"{line['slides']:,.0f} of {line['paper_slides']:,.0f} slides"
+        return Entry(f"{line['difference']:+.4f}, {slides}: not judged".replace("-", "−"))
     reach = (line["high"] - line["low"]) / 2
     signs = {"compatible": f" (±{reach:.4f}) ✓ compatible", "not compatible": f" (±{reach:.4f}) ✗ not compatible"}
     return Entry(f"{line['difference']:+.4f}{signs.get(line['verdict'], ' ' + line['verdict'])}".replace("-", "−"))

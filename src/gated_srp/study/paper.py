@@ -260,7 +260,10 @@ def _our_table(out: Path, name: str) -> pd.DataFrame | None:
     if not path.is_file():
         return None
     lines = pd.read_csv(path, keep_default_na=False, na_values=[""])  # a row's name is "NA"
-    return _wide(lines, "row", "std" if name.endswith(_SPREAD) else "mean")
+    value = "std" if name.endswith(_SPREAD) else "mean"
+    if "verdict" in lines:  # of part of a cohort: no number of the paper's table
+        lines.loc[lines["verdict"] == "incomplete", value] = float("nan")
+    return _wide(lines, "row", value)
 
 
 def _counted(claim: Mapping[str, Any], tables: Mapping[str, pd.DataFrame], margin: float) -> Found:

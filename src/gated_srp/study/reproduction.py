@@ -22,7 +22,7 @@ from gated_srp.errors import UserError, counted
 from gated_srp.models import find_arm
 from gated_srp.progress import Progress, silent
 from gated_srp.study import paper
-from gated_srp.study.cells import Cell, Row, distinct, plan
+from gated_srp.study.cells import Cell, Row, distinct, plan, run_notes
 from gated_srp.study.comparison import collect, compare_cells
 from gated_srp.study.paper import PublishedTable, Study, read_studies, studies_folder
 from gated_srp.study.results import COLUMNS, Comparison, StudyResult, html
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from gated_srp.study.engine import Cost, EngineName, Running
 
 _LOG = logging.getLogger(__name__)
+Counts = Mapping[tuple[str, str], tuple[int, int]]  # slides of a row and cohort: ours, and the paper's
+Present = Mapping[tuple[str, str | None], int]  # slides with a file, of a cohort with an encoder's features
 Places = str | Path | Mapping[str, str | Path] | None  # one for all cohorts, or by cohort
 
 
@@ -138,14 +140,15 @@ def reproduce(
     planned = [cell for _, cells, _ in plans for cell in cells]
     if dry_run:
         return ReproduceResult(tuple(ReproducedStudy(s, c) for s, c, _ in plans), notes, len(distinct(planned)))
-    data, missing = _open(planned)
-    plans = [(study, tuple(c for c in cells if _files(c) not in missing), notes) for study, cells, notes in plans]
+    data, present = _open(planned)
+    plans = [(study, tuple(c for c in cells if _files(c) in present), notes) for study, cells, notes in plans]
     trained = [cell for study, cells, _ in plans if study.kind != "runtime" for cell in cells]
     ran = run_cells(trained, data, running) if trained else None
     count = len(distinct(trained))
     if ran and ran.script:
         return ReproduceResult(tuple(ReproducedStudy(s, c) for s, c, _ in plans), notes, count, script=ran.script)
-    found = [write_study(sources.out / "reproduce" / s.name, s, cells, about, running) for s, cells, about in plans]
+    place = sources.out / "reproduce"
+    found = [write_study(place / s.name, s, cells, about, running, present=present) for s, cells, about in plans]
     files = tuple(path for one in found for path in one.files)
     return ReproduceResult(tuple(found), notes, count, files=files, failed=ran.failed if ran else {})
 
@@ -159,21 +162,33 @@ def _files(cell: Cell) -> tuple[str, str | None]:
     return cell.cohort, cell.config.encoder
 
 
-def _open(cells: Sequence[Cell]) -> tuple[dict[str, CohortData], set[tuple[str, str | None]]]:
-    """The cohorts by name; and the cohorts and encoders whose files are missing: they are left out with a warning."""
+def _open(cells: Sequence[Cell]) -> tuple[dict[str, CohortData], dict[tuple[str, str | None], int]]:
+    """The cohorts by name; and how many slides have a file, by cohort and encoder: those without any are left out with a warning."""
     data: dict[str, CohortData] = {}
-    missing: set[tuple[str, str | None]] = set()
+    present: dict[tuple[str, str | None], int] = {}
     for cell in {_files(cell): cell for cell in cells}.values():
         try:
             found = open_cohort(cell.config)
             data.setdefault(cell.cohort, found)
+            present[_files(cell)] = len(found.matches.found)
         except UserError as error:
-            missing.add(_files(cell))
             _LOG.warning("note: %s, %s: left out. %s", cell.cohort, cell.config.encoder, error)
-    if missing and not data:
+    if cells and not data:
         cure = "Name them with --features and --labels, or look with --dry-run."
         raise UserError("no cohort of this study has its files", cure=cure)
-    return data, missing
+    return data, present
+
+
+def slides_used(cells: Sequence[Cell], present: Present) -> dict[tuple[str, str], tuple[int, int]]:
+    """Of each row and cohort the fewest slides that a run had (one of an earlier version: that have a file now), and the paper's."""
+    used: dict[tuple[str, str], tuple[int, int]] = {}
+    for cell in cells:
+        if (preset := cell.config.preset) is None or (there := present.get(_files(cell))) is None:
+            continue
+        here = int(cell.run.environment.get("slides", there)) if cell.run.finished else there
+        before = used.get((cell.row, cell.cohort), (here, 0))[0]
+        used[cell.row, cell.cohort] = (min(before, here), preset.inventory.slides)
+    return used
 
 
 # Planning ------------------------------------------------------------------------------------------------------------
@@ -265,9 +280,15 @@ def paper_settings(cell: Cell) -> str:
 
 
 def write_study(
-    folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
+    folder: Path,
+    study: Study,
+    cells: Sequence[Cell],
+    notes: tuple[str, ...],
+    running: Running,
+    *,
+    present: Present | None = None,
 ) -> ReproducedStudy:
-    """The table or figure of a study from its finished cells, into ``folder``."""
+    """The table or figure of a study from its finished cells, into ``folder``. ``present``: slides that have a file."""
     from gated_srp.reports.gates import draw_signed_gate, draw_trajectories
 
     files: list[Path] = []
@@ -284,12 +305,12 @@ def write_study(
         files = paper.write_claims(folder, study.title, table)
         return ReproducedStudy(study, (), table, folder=folder, files=tuple(files))
     elif study.kind != "elsewhere" and cells:
-        return _write_table(folder, study, cells, notes, running)
+        return _write_table(folder, study, cells, notes, running, slides=slides_used(cells, present or {}))
     return ReproducedStudy(study, tuple(cells), folder=folder, files=tuple(files))
 
 
 def _write_table(
-    folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running
+    folder: Path, study: Study, cells: Sequence[Cell], notes: tuple[str, ...], running: Running, *, slides: Counts
 ) -> ReproducedStudy:
     from gated_srp.machine import this_machine
     from gated_srp.reports.tables import write_comparison, write_reproduction
@@ -298,7 +319,11 @@ def _write_table(
         results, notes = measured(cells, running), (*notes, f"Measured on {this_machine().name}.")
     else:
         results = collect(cells)
-    table, comparison = beside_published(study, results), None
+        notes += run_notes(cells)
+    few = dict.fromkeys((cohort, *counts) for (_, cohort), counts in slides.items() if counts[0] < counts[1])
+    why = "so its numbers say nothing about the paper's and are not judged"
+    notes += tuple(f"{cohort}: {have:,} of {all_of:,} slides, {why}" for cohort, have, all_of in few)
+    table, comparison = beside_published(study, results, slides), None
     files = write_reproduction(folder, study, table, notes)
     rows = [row.name for row in study.rows if row.name in set(results["arm"])]
     if study.kind == "table" and len(rows) > 1:
@@ -323,8 +348,11 @@ def measured(cells: Sequence[Cell], running: Running) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def beside_published(study: Study, results: pd.DataFrame) -> pd.DataFrame:
-    """One line per number of the paper's table and of further rows: ours, published, difference, verdict."""
+def beside_published(study: Study, results: pd.DataFrame, slides: Counts | None = None) -> pd.DataFrame:
+    """One line per number of the paper's table and of further rows: ours, published, difference, verdict.
+
+    ``slides``: of `slides_used`; where a cohort has fewer than the paper's, the verdict is withheld: ``incomplete``.
+    """
     lines = []
     for row, cohort in product([row.name for row in study.all_rows], study.columns):
         for metric in study.columns[cohort]:
@@ -343,9 +371,12 @@ def beside_published(study: Study, results: pd.DataFrame) -> pd.DataFrame:
                 "published_std": math.nan if std is None else std,
             }
             verdict = "not published" if printed is None else found.word if n else "not run"
+            have, all_of = (slides or {}).get((row, cohort), (math.nan, math.nan))
             judged = {"difference": found.difference, "low": found.low, "high": found.high, "verdict": verdict}
-            lines.append(at | ours | theirs | judged)
-    frame = pd.DataFrame(lines)
+            if n and have < all_of and printed is not None:
+                judged |= {"low": math.nan, "high": math.nan, "verdict": "incomplete"}
+            lines.append(at | ours | theirs | judged | {"slides": have, "paper_slides": all_of})
+    frame = pd.DataFrame(lines).astype({"slides": "Int64", "paper_slides": "Int64"})  # whole numbers, or missing
     return _beside_base(frame, study.rows[0].name) if study.kind == "runtime" else frame
 
 
@@ -357,7 +388,7 @@ def _beside_base(lines: pd.DataFrame, base: str) -> pd.DataFrame:
         name: lines[column].to_numpy() / own[column].reindex(at).to_numpy()
         for name, column in (("times_base", "mean"), ("published_times_base", "published"))
     }
-    verdict = lines["verdict"].replace(["compatible", "not compatible"], "not judged")
+    verdict = lines["verdict"].replace(["compatible", "not compatible", "incomplete"], "not judged")
     return lines.assign(**ratios, low=math.nan, high=math.nan, verdict=verdict)
 
 

@@ -233,12 +233,17 @@ def agreement(study: StudyFolder) -> dict[str, str] | None:
     """How many of the published numbers ours agree with, in words; None where nothing is judged."""
     counts = Counter(row.get("verdict") for row in study.reproduction)
     judged = counts["compatible"] + counts["not compatible"]
-    if not judged:
+    few = [row for row in study.reproduction if row.get("verdict") == "incomplete"]
+    if not judged and not few:
         return None
-    words = (
-        f"{counts['compatible']} of {judged} numbers that were run are compatible with the published ones, "
-        f"{counts['not compatible']} are not; {counts['not run']} were not run. table.md states the rule."
-    )
+    words = "No number is judged"
+    if judged:
+        words = f"{counts['compatible']} of {judged} numbers that were run are compatible with the published ones, "
+        words += f"{counts['not compatible']} are not; {counts['not run']} were not run. table.md states the rule"
+    if few:
+        listed = dict.fromkeys(f"{row['cohort']}: {row['slides']} of {row['paper_slides']} slides" for row in few)
+        words += f"{'; not judged' if judged else ''}: {len(few)} are of incomplete cohorts ({'; '.join(listed)})"
+    words += "."
     return {"what": f"Reproduction of {study.path.name}", "words": words, "tone": "open"}
 
 
