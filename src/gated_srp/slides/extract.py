@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.errors import UserError, counted, joined
+from gated_srp.files import remove_drafts
 from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
@@ -158,6 +159,8 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
     keep_freed_memory()
     first = settings.job(slides[0])
     outcome, todo = Outcome(settings.layout.path(first).parent, settings.layout.picture(first).parent), []
+    for folder in (outcome.folder, outcome.previews):
+        remove_drafts(folder)
     finished = 0
 
     def report(slide: Path, how: str) -> None:

@@ -4,7 +4,6 @@ Shapes: N patches, D width of the features.
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ import h5py
 import numpy as np
 
 from gated_srp.errors import UserError
-from gated_srp.files import whole
+from gated_srp.files import whole_hdf5
 from gated_srp.slides.tiles import TilePlan, Tiling
 
-_ABANDONED = 3600.0  # seconds without a write after which a draft's writer must have been killed
 _ROWS = 64  # of a chunk: it must fit into HDF5's cache of 1 MB, or each batch rewrites it
 
 
@@ -82,11 +80,8 @@ class Trident:
     @contextmanager
     def writing(self, job: Job, plan: TilePlan) -> Iterator[h5py.Dataset]:
         """The rows to fill. The new file replaces the one that is there at the end if nothing was raised."""
-        path, count = self.path(job), len(plan.coords)
-        for old in path.parent.glob(f".{path.name}.*.part"):
-            if time.time() - old.stat().st_mtime > _ABANDONED:
-                old.unlink(missing_ok=True)
-        with whole(path) as draft, h5py.File(draft, "w") as file:
+        count = len(plan.coords)
+        with whole_hdf5(self.path(job)) as file:
             self.begin(file, job, plan)
             chunks = (min(_ROWS, count), job.width) if count else None
             rows = file.create_dataset(self.features(job), (count, job.width), "float32", chunks=chunks)
