@@ -30,6 +30,7 @@ __all__ = [
     "trace",
     "train",
     "tune",
+    "view",
 ]
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from gated_srp.reports.explain import explain
     from gated_srp.reports.heatmap import heatmap
     from gated_srp.reports.page import report
+    from gated_srp.reports.viewer import view
     from gated_srp.slides.extract import extract
     from gated_srp.srp import GatedSRP, PatchGraph
     from gated_srp.srp.trace import trace
@@ -71,6 +73,7 @@ _HOMES = {
     "trace": "srp.trace",
     "train": "training.train",
     "tune": "study.tuning",
+    "view": "reports.viewer",
 }
 
 

@@ -74,6 +74,7 @@ app.command("reproduce")(studies.reproduce)
 app.command("stats")(studies.stats)
 app.command("heatmap")(slides.heatmap)
 app.command("explain")(slides.explain)
+app.command("view")(slides.view)
 app.command("report")(slides.report)
 app.command("convert")(runs.convert)
 

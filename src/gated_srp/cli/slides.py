@@ -152,6 +152,47 @@ def explain(
     say_written(found.written)
 
 
+def view(
+    slides: Annotated[
+        list[Path], Argument(metavar="SLIDE_OR_FEATURES...", help="Feature files, folders of them, or slide images.")
+    ],
+    runs: Annotated[
+        list[Path],
+        Option("--runs", "-r", help="A run's folder or model file; repeat it to compare: the first is the base."),
+    ],
+    wsi: Annotated[Path | None, Option(help="The slide image, or the folder with the images.")] = None,
+    export: Annotated[Path | None, Option(help="Write a folder that opens from the disk, instead of serving.")] = None,
+    features: Annotated[Path, Option(help="Folder for the features of slide images.")] = Path("viewed"),
+    port: Annotated[int, Option(min=0, max=65535, help="0: a free one.")] = 0,
+    coords: Coords = None,
+    stride: Stride = None,
+    force: Force = False,
+) -> None:
+    """Zoom into slides with the maps of runs side by side, in a browser; what-ifs of the gates while it is served."""
+    import gated_srp
+    from gated_srp.reports.viewer import ExportedViewer
+    from gated_srp.reports.viewer.server import serve
+
+    with show_progress() as progress:
+        found = gated_srp.view(
+            slides,
+            runs,
+            wsi=wsi,
+            export=export,
+            features=features,
+            coords=coords,
+            stride=stride,
+            force=force,
+            progress=progress,
+        )
+    if isinstance(found, ExportedViewer):
+        for note in found.notes:
+            LOG.warning("note: %s", note)
+        say(f"written: {found.page} ({found.size / 1e6:.1f} MB with its folder, opens in any browser, loads nothing)")
+        return
+    serve(found, port=port, ready=lambda at: say(f"open {at} in a browser on this machine; Ctrl-C ends it"))
+
+
 def report(
     folder: Annotated[Path, Argument(help="A run, a comparison, a reproduction, or a folder above them.")],
     output: Annotated[Path, Option("--out", "-o", help="The page.")] = Path("report.html"),

@@ -259,7 +259,8 @@ def describe(one: PatchMap) -> str:
         return "lowest {}, highest {}".format(*distinct_labels(np.array([np.nanmin(one.shown), np.nanmax(one.shown)])))
     if not one.signed:
         return describe_spread(one.shown)
-    most, mean = (f"{100 * share / (one.unit or 1.0):.2g} %" for share in (np.nanmax(size), np.nanmean(size)))
+    shares = (100 * float(one_size) / (one.unit or 1.0) for one_size in (np.nanmax(size), np.nanmean(size)))
+    most, mean = (f"{share:.0f} %" if share >= 10 else f"{share:.2g} %" for share in shares)
     if is_quiet(one):
         return f"nothing changes: at most {most} of the mean of the slide"
     return f"at most {most}, on average {mean} of the mean of the slide"

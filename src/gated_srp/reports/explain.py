@@ -95,22 +95,28 @@ def explain(
     run, slide, out = Path(run), Path(slide), Path(out)
     if slide.suffix.lower() in CONTAINERS:
         return explain_file(run, slide, out, force=force)
+    options: dict[str, Any] = {"encoder": encoder, "weights": weights, "size": size, "magnification": magnification}
+    file = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
+    return explain_file(run, file, out, image=slide, force=force)
+
+
+def features_of_slide(
+    run: Path, slide: Path, folder: Path, *, encoder: str | None = None, progress: Progress = silent, **options: Any
+) -> Path:
+    """The feature file of a slide image, made with the encoder of a run where it is not there yet; ``options`` as of `extract`."""
     outcome = extract(
         [slide],
-        out / "features",
+        folder,
         encoder=encoder or _encoder_of(run),
-        weights=weights,
-        size=size,
-        magnification=magnification,
-        mpp=mpp,
         progress=lambda event: progress(event) if event.stage == "patches" else None,
+        **options,
     )
     if outcome.failed:
         raise outcome.failed[0]
     if outcome.empty:
         cure = f"Look at the preview: {outcome.previews / f'{slide.stem}.jpg'}"
         raise UserError("no tissue was found", where=slide, cure=cure, kind="no_tissue")
-    return explain_file(run, outcome.folder / f"{slide.stem}.h5", out, image=slide, force=force)
+    return outcome.folder / f"{slide.stem}.h5"
 
 
 def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None, force: bool = False) -> Explanation:
@@ -150,7 +156,7 @@ def predict_in_words(run: Path, file: Path, *, force: bool = False) -> Predictio
         return Prediction({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]
     left = ("slide", "file", "patches", "training_distance", "unlike_training")
-    answers = dict(_in_words(str(name), value) for name, value in row.items() if name not in left)
+    answers = dict(in_words(str(name), value) for name, value in row.items() if name not in left)
     distance, unlike = float(row["training_distance"]), bool(row["unlike_training"])
     if distance != distance:
         return Prediction(answers, "Not known: the model's card has no statistics of its training slides.", False)
@@ -159,10 +165,10 @@ def predict_in_words(run: Path, file: Path, *, force: bool = False) -> Predictio
     return Prediction(answers, likeness + (advice if unlike else "That is not unusual."), unlike)
 
 
-def _in_words(name: str, value: object) -> tuple[str, str]:
+def in_words(name: str, value: object) -> tuple[str, str]:
     """A column of the table of predictions as a reader would call it.
 
-    >>> _in_words("prob_tumour", 0.959), _in_words("risk", 1.25), _in_words("predicted", "tumour")
+    >>> in_words("prob_tumour", 0.959), in_words("risk", 1.25), in_words("predicted", "tumour")
     (('probability of tumour', '95.9 %'), ('risk', '1.25'), ('predicted', 'tumour'))
     """
     for start, words in (("prob_", "probability of"), ("calibrated_", "calibrated probability of")):

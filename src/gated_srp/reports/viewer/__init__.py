@@ -1,0 +1,234 @@
+"""`gated_srp.view`: slides that can be zoomed, with what runs show of each patch; served on this machine, or as a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from gated_srp.data.files.containers import CONTAINERS
+from gated_srp.data.matching import slide_stem
+from gated_srp.data.prepared import Preparation
+from gated_srp.errors import UserError
+from gated_srp.files import write_whole
+from gated_srp.progress import Event, Progress, silent
+from gated_srp.reports.explain import features_of_slide
+from gated_srp.reports.heatmap import feature_files
+from gated_srp.reports.viewer.scene import Asked, Scene, open_scene
+from gated_srp.reports.viewer.tiles import SIDE, TileReader, grid, levels
+from gated_srp.slides.reader import ENDINGS, SlideImage
+
+if TYPE_CHECKING:
+    from gated_srp.reports.viewer.what_if import WhatIf
+
+STATIC = ("index.html", "viewer.js", "viewer.css", "openseadragon.min.js", "openseadragon.LICENSE.txt")
+_TILES = 2000  # of a slide in an exported folder, about 30 MB; beyond, the finest levels are left out
+_COARSEST = int(math.log2(SIDE))  # the level that one tile holds
+
+
+@dataclass(frozen=True)
+class ViewedSlide:
+    """A feature file and, where there is one, the image it was made from."""
+
+    file: Path
+    image: Path | None = None
+
+
+@dataclass(frozen=True)
+class ExportedViewer:
+    """A folder that opens from the disk: ``page`` in any browser, without a server."""
+
+    page: Path
+    size: int  # bytes
+    notes: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> list[Path]:
+        return [self.page]
+
+
+class Viewer:
+    """Slides with the maps of runs. `export` writes a folder; `gated_srp.reports.viewer.server` serves it on this machine.
+
+    Models run when a slide is asked for, once.
+    """
+
+    def __init__(self, slides: Sequence[ViewedSlide], runs: Sequence[Path], **reading: Any) -> None:
+        self.slides, self.runs, self._reading = tuple(slides), tuple(runs), reading
+        self._scenes: dict[int, Scene] = {}
+        self._readers: dict[int, TileReader] = {}
+        self._asked: dict[tuple[int, int], Asked] = {}
+        self._lock = Lock()
+
+    def scene(self, number: int) -> Scene:
+        with self._lock:
+            if number not in self._scenes:
+                one = self.slides[number]
+                self._scenes[number] = open_scene(one.file, self.runs, image=one.image, **self._reading)
+            return self._scenes[number]
+
+    def reader(self, number: int) -> TileReader | None:
+        """The tiles of a slide; None where there is no image of it."""
+        image = self.scene(number).image
+        with self._lock:
+            if image is not None and number not in self._readers:
+                self._readers[number] = TileReader(SlideImage(image))
+            return self._readers.get(number)
+
+    def what_if(self, number: int, run: int, **gates: Any) -> WhatIf:
+        """The answer of a run with its gates set otherwise; see `what_if.ask`."""
+        from gated_srp.reports.viewer.what_if import ask
+
+        scene, key = self.scene(number), (number, run)
+        rows = scene.rows(run)
+        with self._lock:
+            if key not in self._asked:
+                self._asked[key] = Asked.open(self.runs[run], scene.file, **self._reading)
+            return ask(self._asked[key], scene.patches.corners[rows] + scene.patches.side / 2, **gates)
+
+    def index(self, *, served: bool) -> str:
+        """The list of slides as a script."""
+        content = {"slides": [slide_stem(one.file) for one in self.slides], "served": served}
+        return f"var GatedSRPIndex = {json.dumps(content)};\n"
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.slide.close()
+
+    def export(self, folder: str | Path, *, progress: Progress = silent) -> ExportedViewer:
+        """Everything as a folder that needs no server; it appears whole or not at all, and replaces an earlier one."""
+        folder = Path(folder)
+        if folder.exists() and any(folder.iterdir()) and not (folder / "viewer.js").is_file():
+            raise UserError("is there already and is no viewer", where=folder, cure="Name a new folder.")
+        draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
+        notes: list[str] = []
+        try:
+            for name in STATIC:
+                write_whole(draft / name, static(name))
+            write_whole(draft / "index.js", self.index(served=False))
+            for number in range(len(self.slides)):
+                notes += self._export_slide(number, draft / "slide" / str(number))
+                progress(Event("slides", number + 1, len(self.slides)))
+            if folder.exists():
+                shutil.rmtree(folder)
+            draft.rename(folder)
+        except OSError as error:
+            cure = "Free some space or choose another folder."
+            raise UserError(f"cannot be written ({error.strerror or error})", where=folder, cure=cure) from error
+        finally:
+            with suppress(OSError):
+                shutil.rmtree(draft)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return ExportedViewer(folder / "index.html", size, tuple(notes))
+
+    def _export_slide(self, number: int, place: Path) -> list[str]:
+        scene, reader = self.scene(number), self.reader(number)
+        finest = levels(scene.size)
+        if reader is None:
+            write_whole(place / "data.js", scene.script(finest=finest, coarsest=finest))
+            return []
+        full, finest = finest, _finest(scene.size)
+        write_whole(place / "data.js", scene.script(finest=finest, coarsest=min(_COARSEST, finest)))
+        for level in range(min(_COARSEST, finest), finest + 1):
+            columns, rows = grid(scene.size, level)
+            for column, row in ((c, r) for r in range(rows) for c in range(columns)):
+                write_plain(place / "tiles" / str(level) / f"{column}_{row}.jpg", reader.tile(level, column, row))
+        for row in sorted({row for layer in scene.layers for row in layer.top}):
+            corner, side = scene.patches.corners[row], scene.patches.side
+            write_plain(place / "patch" / f"{row}.jpg", reader.patch(corner, side))
+        if finest == full:
+            return []
+        return [f"{scene.name}: tiles up to 1/{2 ** (full - finest)} of full resolution; the server has all of it"]
+
+
+def _finest(size: tuple[int, int]) -> int:
+    """The finest level whose tiles, with those of all coarser ones, are few enough for a folder."""
+    finest, total = _COARSEST, 0
+    for level in range(_COARSEST, levels(size) + 1):
+        columns, rows = grid(size, level)
+        total += columns * rows
+        if total > _TILES:
+            break
+        finest = level
+    return min(finest, levels(size))
+
+
+def write_plain(path: Path, content: bytes) -> None:
+    """One of many files of a folder that is renamed as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def static(name: str) -> bytes:
+    """A file of the page."""
+    return files("gated_srp.reports.viewer").joinpath("static", name).read_bytes()
+
+
+def view(
+    slides: str | Path | Sequence[str | Path],
+    runs: str | Path | Sequence[str | Path],
+    *,
+    wsi: str | Path | None = None,
+    export: str | Path | None = None,
+    features: str | Path = "viewed",
+    coords: str | Path | None = None,
+    stride: float | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> Viewer | ExportedViewer:
+    """Slides that can be zoomed, with the maps of one run or of several side by side.
+
+    Args:
+        slides: feature files, folders of them, or slide images (their features are extracted first).
+        runs: run folders or model files; the first one is what the others are compared with.
+        wsi: the slide image, or the folder with the images, where the feature files do not name them.
+        export: write a folder that opens from the disk, and return it.
+        features: folder for features of slide images.
+        coords: folder of positions, where feature files have none and they do not lie beside them.
+        stride: distance between patches, where the file's is wrong.
+        force: as in `predict`.
+        progress: called after each slide of an export.
+
+    Returns:
+        The exported folder, or a `Viewer` to serve: ``gated_srp.reports.viewer.server.serve(viewer)``.
+
+    Example:
+        >>> gated_srp.view("feats/s1.h5", ["runs/na/seed42", "runs/gated_srp/seed42"], export="s1").page  # doctest: +SKIP
+        PosixPath('s1/index.html')
+    """
+    paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
+    given = [Path(slides)] if isinstance(slides, str | Path) else [Path(slide) for slide in slides]
+    if not paths or not given:
+        raise UserError("expected at least one slide and one run", cure="gated-srp view SLIDE --runs RUN")
+    found: list[ViewedSlide] = []
+    for place in given:
+        if place.suffix.lower() in ENDINGS and place.suffix.lower() not in CONTAINERS:
+            found.append(ViewedSlide(features_of_slide(paths[0], place, Path(features), progress=progress), place))
+        else:
+            found += [ViewedSlide(file, _image(file, wsi)) for file in feature_files(place, paths)]
+    reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
+    viewer = Viewer(found, paths, reading=reading, force=force)
+    if export is None:
+        return viewer
+    try:
+        return viewer.export(export, progress=progress)
+    finally:
+        viewer.close()
+
+
+def _image(file: Path, wsi: str | Path | None) -> Path | None:
+    """The image named, or the one of the slide's name in the folder named."""
+    if wsi is None or Path(wsi).is_file():
+        return None if wsi is None else Path(wsi)
+    found = [
+        path for path in sorted(Path(wsi).glob("*")) if path.suffix.lower() in ENDINGS and path.stem == slide_stem(file)
+    ]
+    return found[0] if found else None
