@@ -169,3 +169,80 @@ def test_several_encoders_and_slide_embeddings_leave_the_slides_recognisable(hom
     ]
     said = "6 slide embeddings, one vector per slide, are left out (slide_features_titan)"
     assert said in [note.what for note in draft.notes]
+
+
+@pytest.mark.parametrize("name", ["ID", "PatientID", "slide_id", "Block"])
+def test_one_row_per_patient_and_several_files_each_gives_case_and_no_slide(home, name):
+    for i in range(6):
+        write_trident(home / "many", f"P{i // 2}_{i % 2}", make_slide(i))
+    write_trident(home / "many", "P3_only", make_slide(7))
+    pd.DataFrame({name: ["P0", "P1", "P2", "P3"], "label": list("abab")}).to_csv(home / "p.csv", index=False)
+    draft = gated_srp.init(home / "many", home / "p.csv", out=home / "cohort.yaml")
+    settings = yaml.safe_load(draft.text)
+    assert settings["case"] == name and "slide" not in settings and draft.choices == []
+    assert "their slides are the 7 files that start with their ids" in draft.text
+    data = open_cohort(load_config(home / "cohort.yaml"))
+    assert len(data.matches.found) == 7 and data.table.frame["case"].nunique() == 4
+
+
+def test_of_two_names_of_a_patient_the_one_that_the_files_have_is_taken(home):
+    for i in range(4):
+        write_trident(home / "tcga", f"TCGA-AA-100{i // 2}-01Z-00-DX{i % 2}", make_slide(i))
+    rows = {"case_id": ["3f1e-a", "77b2-c"], "case_submitter_id": ["TCGA-AA-1000", "TCGA-AA-1001"], "label": ["a", "b"]}
+    pd.DataFrame(rows).to_csv(home / "clinical.tsv", index=False, sep="\t")
+    text = draft_cohort(home / "tcga", home / "clinical.tsv", home / "cohort.yaml").text
+    assert yaml.safe_load(text)["case"] == "case_submitter_id"
+
+
+def test_without_a_patient_column_ids_that_repeat_and_none_are_offered(home):
+    rows = {
+        "scan": [f"s{i}" for i in range(6)],
+        "Accession": [f"H{i // 2}-21" for i in range(6)],
+        "label": list("ababab"),
+    }
+    pd.DataFrame(rows).to_csv(home / "t.csv", index=False)
+    draft = gated_srp.init(home / "job", home / "t.csv", out=home / "cohort.yaml")
+    assert "# case: Accession      # 3 values in 6 rows\n# case: none      # if no patient has two slides" in draft.text
+    assert [note.what.split(":")[0] for note in draft.choices] == ["case"]
+    chosen = gated_srp.init(home / "job", home / "t.csv", out=home / "cohort.yaml", case="none", force=True)
+    assert chosen.choices == [] and load_config(home / "cohort.yaml").case == "none"
+
+
+def test_barcodes_of_tcga_are_said_to_be_the_patients(home):
+    for i in range(4):
+        write_trident(home / "tcga", f"TCGA-AA-100{i // 2}-01Z-00-DX{i % 2}", make_slide(i))
+    slides = [f"TCGA-AA-100{i // 2}-01Z-00-DX{i % 2}.svs" for i in range(4)]
+    pd.DataFrame({"slide": slides, "label": list("abab")}).to_csv(home / "t.csv", index=False)
+    draft = draft_cohort(home / "tcga", home / "t.csv", home / "cohort.yaml")
+    assert draft.choices == [] and "2 patients by the TCGA barcodes" in draft.text
+
+
+def test_labels_that_may_be_missing_are_a_choice(home):
+    draft = gated_srp.init(home / "job", table(home, label=["a", "b", "a", "b", "a", "n/a"]), out=home / "cohort.yaml")
+    assert "# missing: [n/a]      # missing: leave these rows out\n# missing: []" in draft.text
+    assert [note.what.split(":")[0] for note in draft.choices] == ["missing"]
+    (home / "cohort.yaml").write_text(draft.text.replace("# missing: [n/a]", "missing: [n/a]"))
+    assert open_cohort(load_config(home / "cohort.yaml")).table.classes == ("a", "b")
+
+
+def test_target_patients_and_a_slide_table_can_be_named(home, app_of):
+    clinical = {"Pseudonym": ["p0", "p1", "p2"], "KRAS": ["mut", "wt", "mut"], "sex": list("fmf"), "ER": [1, 0, 1]}
+    pd.DataFrame(clinical).to_csv(home / "clinical.csv", index=False)
+    slides = {"Pseudonym": [f"p{i // 2}" for i in range(6)], "Scan": [f"s{i}.svs" for i in range(6)]}
+    pd.DataFrame(slides).to_csv(home / "scans.csv", index=False)
+    asked = ["job", "clinical.csv", "--target", "kras", "--case", "Pseudonym", "--slides", "scans.csv"]
+    said = CliRunner().invoke(app_of(init), asked)
+    assert said.exit_code == 0, said.output
+    config = load_config(home / "cohort.yaml")
+    assert (config.target, config.case, config.slide, config.slides) == (
+        "KRAS",
+        "Pseudonym",
+        "Scan",
+        home / "scans.csv",
+    )
+    data = open_cohort(config)
+    assert list(data.table.frame["case"]) == ["p0", "p0", "p1", "p1", "p2", "p2"] and len(data.matches.found) == 6
+    with pytest.raises(UserError, match=r"no column 'KRASS'\. Did you mean 'KRAS'\?"):
+        draft_cohort(home / "job", home / "clinical.csv", home, target="KRASS")
+    two = draft_cohort(home / "job", table(home, A=list("010101"), B=list("110011")), home, target=["A", "B"])
+    assert yaml.safe_load(two.text)["target"] == ["A", "B"] and yaml.safe_load(two.text)["task"] == "multilabel"

@@ -2,82 +2,42 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
+from gated_srp.config.draft import Draft
 from gated_srp.data.bag import BagError, BagHeader
+from gated_srp.data.columns import (
+    NO_CASE,
+    USUAL,
+    Columns,
+    columns_by_files,
+    id_columns,
+    named_columns,
+    pick_column,
+    possible_patients,
+    resolve_columns,
+    usual_columns,
+)
 from gated_srp.data.files.formats import read_header
 from gated_srp.data.files.siblings import embeddings_left_out, encoder_of_folder, look_into, nothing_found
-from gated_srp.data.matching import match_slides
-from gated_srp.data.spreadsheet import USUAL, Columns, read_frame, resolve_columns, usual_columns
-from gated_srp.errors import Note, UserError
+from gated_srp.data.matching import files_of_cases, tcga_patient
+from gated_srp.data.spreadsheet import read_frame
+from gated_srp.data.table import doubtful_classes
+from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.tasks import TASKS, Task, find_task
 
 _LOOKED_AT = 24  # files that are opened; `check` opens all
 _FEW = 12  # values that a column of classes has at most
-_LINE = 110  # characters of a comment
 _LABELS = {key: names for kind in TASKS.values() for key, names in kind.usual.items() if names}
 _MEANINGS = {key: meaning for kind in TASKS.values() for key, meaning in kind.meanings.items()}
-
-
-@dataclass
-class Draft:
-    """A cohort.yaml as it comes to be. ``notes`` say what was seen and, as warnings, what the user has to choose."""
-
-    path: Path
-    lines: list[str] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """The file."""
-        return "\n".join(self.lines) + "\n"
-
-    @property
-    def choices(self) -> list[Note]:
-        """What the user has to choose."""
-        return [note for note in self.notes if note.level == "warning"]
-
-    def _repr_html_(self) -> str:
-        return f"<p><b>{escape(str(self.path))}</b></p><pre>{escape(self.text)}</pre>"
-
-    def saw(self, what: str) -> None:
-        self.notes.append(Note("note", "init", what))
-
-    def ask(self, what: str) -> None:
-        self.notes.append(Note("warning", "choice", what))
-
-    def say(self, words: str = "") -> None:
-        """A comment, or an empty line."""
-        wrapped = textwrap.wrap(" ".join(words.split()), _LINE, break_long_words=False, break_on_hyphens=False)
-        self.lines += [f"# {line}".rstrip() for line in wrapped] if words else [""]
-
-    def put(self, key: str, value: Any, why: str = "") -> None:
-        """A setting."""
-        self.lines.append(_setting(key, value, why))
-
-    def suggest(self, key: str, value: Any, why: str = "") -> None:
-        """A setting in a comment."""
-        self.lines.append(f"# {_setting(key, value, why)}")
-
-    def offer(self, key: str, values: Sequence[tuple[Any, str]], question: str) -> None:
-        """A choice that only the user can make; all of it in comments."""
-        self.ask(f"{key}: {question}")
-        self.say(f"CHOOSE: {question} Remove the # of one line:")
-        for value, why in values:
-            self.suggest(key, value, why)
 
 
 def init(
@@ -86,6 +46,9 @@ def init(
     *,
     out: str | Path = "cohort.yaml",
     sheet: str | None = None,
+    target: str | Sequence[str] | None = None,
+    case: str | None = None,
+    slides: str | Path | None = None,
     force: bool = False,
 ) -> Draft:
     """Look at a folder and a spreadsheet and write a cohort's YAML.
@@ -95,6 +58,9 @@ def init(
         table: the spreadsheet of slides or patients: csv, tsv, xlsx, parquet.
         out: where to write the YAML; its paths are relative to its folder.
         sheet: of an xlsx; the first.
+        target: the column to predict, or several of 0 and 1; found where only one can be meant.
+        case: the column of patients, or ``none`` if no patient has two slides; found by its name.
+        slides: a second table of slides and their patients, where ``table`` has one row per patient.
         force: write over a file that is there.
 
     Returns:
@@ -109,18 +75,28 @@ def init(
     if path.exists() and not force:
         cure = "Choose another name with -o, or --force."
         raise UserError("is there already and stays as it is", where=path, cure=cure, kind="exists")
-    draft = draft_cohort(Path(features), Path(table), path, sheet=sheet)
+    draft = draft_cohort(Path(features), Path(table), path, sheet=sheet, target=target, case=case, slides=slides)
     write_whole(path, draft.text)
     return draft
 
 
-def draft_cohort(folder: Path, table: Path, out: Path, *, sheet: str | None = None) -> Draft:
+def draft_cohort(
+    folder: Path,
+    table: Path,
+    out: Path,
+    *,
+    sheet: str | None = None,
+    target: str | Sequence[str] | None = None,
+    case: str | None = None,
+    slides: str | Path | None = None,
+) -> Draft:
     """As `init`, without writing the file."""
     home = out.absolute().parent
     files, embeddings = look_into(folder)
     if not files:
         raise nothing_found(folder)
     frame, notes = read_frame(table, sheet=sheet)
+    frame = frame[named_columns(frame)]
     draft = Draft(out)
     draft.say(f"Written by `gated-srp init {folder} {table}`. Paths are relative to this file. Next: gated-srp check")
     draft.put("name", _name(folder, table))
@@ -133,11 +109,18 @@ def draft_cohort(folder: Path, table: Path, out: Path, *, sheet: str | None = No
         draft.put("sheet", sheet)
     draft.saw(f"{table}: {len(frame)} rows")
     draft.notes += notes
-    column, slides = _put_slides(draft, frame, files)
-    ids = {column, *(name for key in ("slide", "case", "site") for name in usual_columns(frame, USUAL[key]))}
-    task = _put_task(draft, frame[[name for name in frame.columns if name not in ids]], table)
+    given = [target] if isinstance(target, str) else list(target or ())
+    asked = tuple(pick_column(frame, name, table) for name in given)
+    if case is not None and (case.casefold() != NO_CASE or case in frame):
+        case = pick_column(frame, case, table)
+    if slides is None:
+        used, found = _put_slides(draft, frame, files, case=case, target=asked)
+    else:
+        used, found = _put_slide_table(draft, frame, files, Path(slides), home=home, case=case)
+    ids = {*used, *(name for key in USUAL for name in id_columns(frame, key))} - {*asked}
+    task = _put_task(draft, frame[[name for name in frame.columns if name not in ids]], table, asked)
     draft.say()
-    _put_defaults(draft, find_task(task), slides)
+    _put_defaults(draft, find_task(task), found)
     return draft
 
 
@@ -216,70 +199,105 @@ def _path(path: Path, home: Path) -> str:
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def _put_slides(draft: Draft, frame: pd.DataFrame, files: Sequence[Path]) -> tuple[str | None, int]:
-    """Which columns name slides, patients and sites; how many slides have a file."""
-    named, found = _slide_column(frame, files)
-    usual = usual_columns(frame, USUAL["slide"])
+def _put_slides(
+    draft: Draft, frame: pd.DataFrame, files: Sequence[Path], *, case: str | None, target: Sequence[str]
+) -> tuple[set[str], int]:
+    """Which columns name slides, patients and sites: those that were used, and how many slides have a file."""
+    named, owner, found = columns_by_files(frame, files, [*target, *filter(None, [case])])
+    usual = [name for name in id_columns(frame, "slide") if name != owner]
+    cases = [case] if case else [name for name in id_columns(frame, "case") if name != named]
     if named is not None:
-        why = f"{found} of {frame[named].nunique()} name a file"
-        draft.put("slide", named, why)
-        draft.saw(f"slides: column {named!r}, {why}")
+        draft.find("slide", named, f"{found} of {frame[named].nunique()} name a file")
     elif usual:
         draft.put("slide", usual[0], "WARNING: none of its values names a feature file")
         draft.ask(f"slide: no value of {usual[0]!r} names a feature file; look at both spellings.")
-    cases = [name for name in usual_columns(frame, USUAL["case"]) if name != named]
-    if len({tuple(pd.factorize(frame[name])[0]) for name in cases}) > 1:  # which rows they put together
+    if len({tuple(pd.factorize(frame[name])[0]) for name in cases if name in frame}) > 1:  # rows that are put together
         question = "several columns could be the patient, and they group the slides differently."
         draft.offer("case", [(name, f"{frame[name].nunique()} patients") for name in cases], question)
+        cases = []
+    elif cases and cases[0] not in frame:
+        draft.find("case", NO_CASE, "as chosen: no patient has two slides")
+    elif (cases or owner) and named is None and not usual:
+        cases = [owner if owner and not case else cases[0]]
+        found = sum(map(len, files_of_cases(frame[cases[0]].dropna().unique(), files).values()))
+        count = frame[cases[0]].nunique()
+        draft.find("case", cases[0], f"{count} patients; their slides are the {found} files that start with their ids")
     elif cases:
-        draft.put("case", cases[0], f"{frame[cases[0]].nunique()} patients; a patient is never in two parts of a split")
-        if named is None and not usual:
-            draft.say("No column of slides: a patient's slides are the files whose names start with the patient's id.")
+        draft.find("case", cases[0], f"{frame[cases[0]].nunique()} patients, each in one part of a split")
     elif named is not None:
-        draft.say(_NO_CASE)
-        draft.say(
-            "case: patient_id      # name it if patients have several slides, or they leak between train and test"
-        )
+        _ask_for_patients(draft, frame, named, {named, *target})
     else:
         others = [(name, _examples(frame[name])) for name in frame.columns]
         draft.offer("slide", others, "no column names slides or patients in the usual way, and none names the files.")
-    if site := usual_columns(frame, USUAL["site"]):
+    if site := id_columns(frame, "site"):
         draft.put("site", site[0], f"{frame[site[0]].nunique()} sites")
-    return named, found
+    return {name for name in (named, *cases) if name}, found
 
 
-_NO_CASE = "No patient column was found: patients are taken from TCGA barcodes, else every slide counts as its own."
+def _ask_for_patients(draft: Draft, frame: pd.DataFrame, slide: str, used: set[str]) -> None:
+    """No column is named like a patient: TCGA barcodes say it, or the user must."""
+    barcodes = frame[slide].dropna().map(tcga_patient)
+    if barcodes.notna().all():
+        draft.say(f"No patient column: {barcodes.nunique()} patients by the TCGA barcodes of the slides.")
+        draft.saw(f"patients: {barcodes.nunique()}, by the TCGA barcodes of the slides")
+        return
+    likely = [(name, f"{frame[name].nunique()} values in {len(frame)} rows") for name in possible_patients(frame, used)]
+    question = "no column is named like a patient, and slides of one patient must not be in two parts of a split."
+    draft.offer("case", [*likely, (NO_CASE, "if no patient has two slides")], question)
 
 
-def _slide_column(frame: pd.DataFrame, files: Sequence[Path]) -> tuple[str | None, int]:
-    """The column whose values name most files, a usual name first where it does as well."""
-    usual = usual_columns(frame, USUAL["slide"])
-    patients = usual_columns(frame, USUAL["case"])
-    order = [*usual, *(name for name in frame.columns if name not in usual and name not in patients)]
-    counts = {name: len(match_slides(list(frame[name].dropna().unique()), files).found) for name in order}
-    best = max(order, key=lambda name: counts[name], default=None)
-    return (best, counts[best]) if best is not None and counts[best] else (None, 0)
+def _put_slide_table(
+    draft: Draft, frame: pd.DataFrame, files: Sequence[Path], slides: Path, *, home: Path, case: str | None
+) -> tuple[set[str], int]:
+    """A second table, with the slides of the first one's patients."""
+    theirs, notes = read_frame(slides)
+    draft.notes += notes
+    draft.put("slides", _path(slides, home), f"{len(theirs)} rows; joined to the table by patient")
+    named, _, found = columns_by_files(theirs, files, ())
+    column = named or next(iter(id_columns(theirs, "slide")), None)
+    patients = case or next(iter(id_columns(frame, "case")), None)
+    for key, chosen, where in (("slide", column, theirs), ("case", patients, frame)):
+        if chosen is None:
+            draft.offer(
+                key, [(name, _examples(where[name])) for name in named_columns(where)], f"no usual {key} column."
+            )
+        else:
+            said = f"of {slides.name}; {found} of" if key == "slide" else ""
+            draft.find(key, chosen, f"{said} {where[chosen].nunique()} {'name a file' if said else 'patients'}".strip())
+    return {patients} if patients else set(), found
 
 
-def _put_task(draft: Draft, frame: pd.DataFrame, table: Path) -> str | None:
-    """What is to be learnt, if the columns leave no doubt. ``frame`` is without the columns of ids."""
+def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str, ...]) -> str | None:
+    """What is to be learnt, if it was said or the columns leave no doubt. ``frame`` is without the columns of ids."""
     draft.say()
-    alone = _only_classes(frame)
+    alone = None if target else _only_classes(frame)
     try:
-        columns, task, _ = resolve_columns(frame, Columns(target=alone), None, table)
+        named = Columns(target=target[0] if len(target) == 1 else target or alone)
+        columns, task, _ = resolve_columns(frame, named, None, table)
         kind = find_task(task)
         order = kind.class_names(frame, columns, table)
     except UserError:
+        if target:
+            raise
         _offer_targets(draft, frame)
         return None
     draft.put("task", task)
     for key in kind.usual:
-        if column := getattr(columns, key):
+        column = getattr(columns, key)
+        if isinstance(column, tuple):
+            draft.put(key, list(column), kind.meanings.get(key, ""))
+        elif column:
             meaning = f"{kind.meanings[key]}; {_examples(frame[column])}" if key in kind.meanings else ""
             draft.put(key, column, "the only column that can be classes" if alone else meaning)
     if order:
-        draft.suggest("classes", list(order), "to set their order")
+        doubtful = doubtful_classes(order)
+        draft.suggest("classes", [name for name in order if name not in doubtful], "to set their order")
         draft.saw(f"{columns.target}: {_examples(frame[str(columns.target)])}")
+        if doubtful:
+            question = f"are {', '.join(map(repr, doubtful))} classes, or words for a label that is missing?"
+            draft.offer(
+                "missing", [(doubtful, "missing: leave these rows out"), ([], "classes like the others")], question
+            )
     draft.saw(f"task: {task}")
     return task
 
@@ -319,13 +337,3 @@ def _examples(column: pd.Series[Any]) -> str:
     if len(tally) > _FEW:
         return f"{len(tally)} different values, such as {', '.join(map(str, tally.index[:2]))}"
     return ", ".join(f"{value} ({count})" for value, count in tally.sort_index().items())
-
-
-def _setting(key: str, value: Any, why: str = "") -> str:
-    """``key: value      # why``, on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
-    text = text.removesuffix("...\n").strip()
-    if "\n" in text:  # a name with a line break: only double quotes hold it on one line
-        text = yaml.safe_dump(value, default_style='"', width=math.inf).strip()
-    comment = " ".join(why.split())
-    return f"{key}: {text}      # {comment}" if comment else f"{key}: {text}"

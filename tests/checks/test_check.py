@@ -349,3 +349,46 @@ def test_a_split_that_all_seeds_share_is_called_one_split(tmp_path):
     own = config.model_copy(update={"split": None})
     assert "slides (seed 42, one of 2 splits)" in dict(facts_in_words(check(own).facts))["split"]
     assert "slides (seed 42)" in dict(facts_in_words(check(own, seeds=[42]).facts))["split"]
+
+
+def _split_line(found):
+    return dict(facts_in_words(found.facts))["split"]
+
+
+def test_patients_are_said_to_be_in_one_part_only_where_they_are_known(tmp_path):
+    config = _clam_cohort(tmp_path, [make_slide(i) for i in range(24)])
+    known = check(config)
+    assert _split_line(known).endswith("; no patient is in two parts")
+    assert dict(facts_in_words(known.facts))["slides"].startswith(
+        "24 slides of 12 patients in the table; 24 with a file"
+    )
+    (tmp_path / "table.csv").write_text((tmp_path / "table.csv").read_text().replace("case_id", "Block"))
+    unknown = check(config)
+    assert _split_line(unknown).endswith("; the patients are not known, so one may be in two parts")
+    assert dict(facts_in_words(unknown.facts))["slides"].startswith("24 slides in the table; ")
+    assert "'Block' (12 values in 24 rows)" in _noted(unknown, "warning")["patients"].what
+    chosen = check(config.model_copy(update={"case": "none"}))
+    assert _split_line(chosen).endswith("; each slide counts as its own patient, as chosen")
+    assert "patients" not in _noted(chosen, "warning")
+    assert any(line.startswith("case: none, as chosen") for line in chosen.facts["labels"]["notes"])
+
+
+def test_one_row_per_patient_under_slide_is_cured_by_case_and_not_by_deleting(tmp_path):
+    for i in range(24):
+        write_clam(tmp_path / "feats", f"P{i // 2:02d}_{i % 2}", make_slide(i))
+    rows = "".join(f"P{i:02d},{'ab'[i % 2]}\n" for i in range(12))
+    (tmp_path / "table.csv").write_text(f"ID,label\n{rows}")
+    text = "features: feats\ntable: table.csv\ntarget: label\nseeds: [42]\n"
+    (tmp_path / "cohort.yaml").write_text(f"{text}slide: ID\n")
+    cure = "If each row is a patient with several slides, write `case: ID` instead of `slide: ID` in the YAML."
+    (none,) = check(tmp_path / "cohort.yaml").errors
+    assert none.cure == cure and none.what == "slide P00 has two feature files, so none is used"
+    for i in range(6):  # half of the patients have one
+        (tmp_path / "feats" / "h5_files" / f"P{i:02d}_1.h5").unlink()
+        (tmp_path / "feats" / "pt_files" / f"P{i:02d}_1.pt").unlink()
+    several = [note for note in check(tmp_path / "cohort.yaml").errors if note.kind == "several_files"]
+    assert len(several) == 6 and {note.cure for note in several} == {cure}
+    (tmp_path / "cohort.yaml").write_text(f"{text}case: ID\n")
+    found = check(tmp_path / "cohort.yaml")
+    assert found.facts["slides"]["slides"] == 18 and found.facts["slides"]["patients"] == 12
+    assert not [note for note in found.notes if note.kind == "several_files"]

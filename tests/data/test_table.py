@@ -1,5 +1,6 @@
 """Users' tables, as they come."""
 
+import unicodedata
 from pathlib import Path
 
 import pandas as pd
@@ -26,7 +27,7 @@ WORDS = ["NA", "None", "nan", "null"]
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "xlsx", "parquet"])
-def test_words_for_missing_stay_labels_and_an_empty_cell_is_missing_in_every_format(
+def test_words_for_missing_stay_labels_if_told_so_and_an_empty_cell_is_missing_in_every_format(
     tmp_path: Path, ending: str
 ) -> None:
     frame = pd.DataFrame({"slide_id": list("abcde"), "case_id": list("12345"), "label": [*WORDS, None]})
@@ -37,11 +38,30 @@ def test_words_for_missing_stay_labels_and_an_empty_cell_is_missing_in_every_for
         frame.to_parquet(path)
     else:
         frame.to_csv(path, index=False, sep="\t" if ending == "tsv" else ",")
-    table = read_table(path)
+    with pytest.raises(UserError, match=r"'NA' \(1 slide\), .*: classes, or words for a label that is missing\?"):
+        read_table(path)
+    table = read_table(path, missing=[])
     assert table.classes == ("NA", "None", "nan", "null")
     assert rows(table, "slide", "case", "label") == [("a", "1", 0), ("b", "2", 1), ("c", "3", 2), ("d", "4", 3)]
     assert table.dropped == ("row 6 (e): no label",)
     assert "dropped 1 rows: no label (e)" in [note.what for note in table.notes]
+
+
+@pytest.mark.parametrize("word", ["unknown", "n/a", "-", "Unbekannt", "#N/A", "not reported"])
+def test_a_label_that_may_be_missing_is_asked_about_and_never_a_silent_class(tmp_path: Path, word: str) -> None:
+    path = write(tmp_path, f"slide_id,case_id,label\na,1,1\nb,2,0\nc,3,{word}\nd,4,{word}\n")
+    with pytest.raises(UserError, match=r"\(2 slides\): a class, or words") as refused:
+        read_table(path)
+    assert "`missing: []` to keep them as classes" in refused.value.cure and refused.value.kind == "missing_labels"
+    left = read_table(path, missing=[word.upper()])
+    assert left.classes == ("0", "1") and left.dropped == ("row 4 (c): no label", "row 5 (d): no label")
+    assert set(read_table(path, missing=[]).classes) == {"0", "1", word}
+    assert read_table(path, classes=["0", "1", word]).classes == ("0", "1", word)  # named: a class
+
+
+def test_the_balance_of_classes_cannot_be_misread(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path, "slide_id,case_id,grade\na,1,0\nb,2,1\nc,3,1\n"), Columns(target="grade"))
+    assert table.notes[-1].what == "slides by grade: 1 of '0', 2 of '1'"
 
 
 def test_a_sheet_is_chosen_by_name_and_without_one_the_first_is_read_with_a_note(tmp_path: Path) -> None:
@@ -157,7 +177,7 @@ def test_a_tcga_barcode_gives_patient_and_site_with_notes(tmp_path: Path) -> Non
 def test_without_patients_each_slide_is_its_own_with_a_warning(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, "slide_id,label\na,0\nb,1\n"))
     assert list(table.frame["case"]) == ["a", "b"]
-    assert any(note.line.startswith("warning: 2 slides without a patient") for note in table.notes)
+    assert any(note.line.startswith("warning: no patient column: 2 slides count as patients") for note in table.notes)
 
 
 def test_two_patient_columns_that_group_differently_are_refused(tmp_path: Path) -> None:
@@ -197,9 +217,9 @@ def test_ids_that_a_parquet_file_keeps_as_its_index_are_read(tmp_path: Path) -> 
 
 def test_a_column_named_for_one_thing_is_not_found_again_for_another(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, "patient,label\np_1,0\np_2,1\n"), Columns(slide="patient"))
-    assert any(note.line.startswith("warning: 2 slides without a patient") for note in table.notes)
+    assert any(note.line.startswith("warning: no patient column") for note in table.notes)
     asked = read_table(write(tmp_path, "patient,label\np_1,0\np_2,1\n"), Columns(slide="patient", case="patient"))
-    assert not any("without a patient" in note.what for note in asked.notes)
+    assert not any("no patient column" in note.what for note in asked.notes) and asked.patients == "slide"
 
 
 # Survival
@@ -321,7 +341,7 @@ def test_a_missing_table_and_a_sheet_of_a_text_file_are_users_errors(tmp_path: P
 
 TEXT = st.text(
     st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters=";|,\"'./\\"), min_size=1, max_size=6
-)
+).map(lambda text: unicodedata.normalize("NFC", text))
 
 
 @settings(deadline=None)
@@ -333,9 +353,9 @@ def test_any_text_survives_as_id_and_label_and_every_row_is_kept_or_listed(
     pd.DataFrame({"slide_id": list(labels), "case_id": "p", "label": list(labels.values())}).to_csv(path, index=False)
     if not any(labels.values()):
         with pytest.raises(UserError):
-            read_table(path)
+            read_table(path, missing=[])
         return
-    table = read_table(path)
+    table = read_table(path, missing=[])
     told = {slide: table.classes[label] for slide, label in rows(table, "slide", "label")}
     assert told == {slide: label for slide, label in labels.items() if label}
     assert len(table.dropped) == sum(not label for label in labels.values())

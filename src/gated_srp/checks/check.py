@@ -154,7 +154,7 @@ def _check_cohort(
     if data is not None:
         splits, errors = _splits(data, seeds)
         broken = [file.path for file in facts if not file.usable]
-        trouble += [*errors, *found_by.of_matches(data.matches), *found_by.of_table(data.table)]
+        trouble += [*errors, *found_by.of_matches(data.matches, config.slide), *found_by.of_table(data.table)]
         trouble += [note for note in data.left_out if note not in trouble]
         usable = [slide for slide, path in data.matches.found.items() if path not in set(broken)]
         if usable:
@@ -162,6 +162,7 @@ def _check_cohort(
             trouble += data.table.kind.scarce(used, data.table.classes)
         trouble += found_by.of_splits(data, splits, broken)
         summary["slides"] = _about_slides(data, facts)
+        summary["patients"] = data.table.patients
         summary["labels"] = _about_labels(data.table)
         summary["split"] = _about_splits(data, splits)
         if summary["patches"]["total"]:

@@ -110,15 +110,15 @@ def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -
 # Table, matches, splits ----------------------------------------------------------------------------------------------
 
 
-def of_matches(matches: Matches) -> Iterator[Note]:
-    """Slides without a file, with several, and files that several slides claim."""
+def of_matches(matches: Matches, column: str | None = None) -> Iterator[Note]:
+    """Slides without a file, with several, and files that several slides claim. ``column``: of the slides, if it was named."""
     slides = len(matches.found) + len(matches.missing) + len(matches.several)
     if matches.missing:
         level: Level = "error" if len(matches.missing) > slides / 2 else "warning"
         what = f"{len(matches.missing):,} slides of the table have no feature file; runs leave them out"
         cure = "Extract them, correct their names in the table, or add their folder to `features`."
         yield Note(level, "missing", what, matches.missing, cure)
-    yield from several_files(matches)
+    yield from several_files(matches, column)
     for file, names in matches.shared.items():
         what = f"one file fits {len(names)} slides ({', '.join(names[:5])}), so none of them is used"
         yield Note("error", "shared_file", what, (str(file),), "Correct the slides' names in the table.")
@@ -167,10 +167,11 @@ def facts_in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of each fact of `Check.facts`, for a screen or a page; also of those read from check.json."""
     files, slides = summary["files"], summary.get("slides")
     if slides:
+        files_of = {"found": "with a file", "missing": "without one", "unclear": "unclear", "broken": "broken"}
+        found = _words({words: slides.get(key, 0) for key, words in (files_of | {"excluded": "excluded"}).items()})
         yield (
             "slides",
-            f"{slides['slides']:,} of {slides['patients']:,} patients in the table; "
-            + _words({k: slides.get(k, 0) for k in ("found", "missing", "unclear", "broken", "excluded")}),
+            f"{counted(slides['slides'], 'slide')}{_of_patients(summary, slides['patients'])} in the table; {found}",
         )
     if not files["looked_at"]:
         return
@@ -194,7 +195,7 @@ def facts_in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "labels" in summary:
         yield from _labels(summary["labels"])
     if summary.get("split"):
-        yield "split", _split(summary["split"])
+        yield "split", f"{_split(summary['split'])}; {_CROSSING[summary.get('patients', 'column')]}"
     if "cost" in summary:
         yield from _cost(summary["cost"])
 
@@ -229,7 +230,20 @@ def _split(splits: dict[str, Any]) -> str:
     which = f"{name}, one of {different} splits" if different > 1 else name
     if len(splits) > different == 1:
         which = f"the same split for {'both' if len(splits) == 2 else f'all {len(splits)}'} seeds"
-    return f"{_words(first['slides'])} slides ({which}); no patient is in two parts"
+    return f"{_words(first['slides'])} slides ({which})"
+
+
+_CROSSING = {
+    "column": "no patient is in two parts",
+    "barcode": "no patient (by TCGA barcode) is in two parts",
+    "partly": "no patient that the table names is in two parts",
+    "slide": "each slide counts as its own patient, as chosen",
+    "unknown": "the patients are not known, so one may be in two parts",
+}  # by `Table.patients`
+
+
+def _of_patients(summary: Mapping[str, Any], count: int) -> str:
+    return f" of {counted(count, 'patient')}" if summary.get("patients", "column") in ("column", "barcode") else ""
 
 
 def _cost(cost: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -34,12 +34,19 @@ def init(
     table: Annotated[Path, Argument(help="The spreadsheet of slides or patients: csv, tsv, xlsx, parquet.")],
     output: Annotated[Path, Option("--out", "-o", help="Where to write the YAML.")] = Path("cohort.yaml"),
     sheet: Annotated[str | None, Option(help="Of an xlsx; the first.")] = None,
+    target: Annotated[
+        list[str] | None, Option(help="The column to predict; several times for labels of 0 and 1.")
+    ] = None,
+    case: Annotated[str | None, Option(help="The column of patients; none if no patient has two slides.")] = None,
+    slides: Annotated[
+        Path | None, Option(help="A table of slides and their patients, if TABLE is of patients.")
+    ] = None,
     force: Annotated[bool, Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Look at a folder and a spreadsheet and write cohort.yaml; what cannot be seen is left as a choice in a comment."""
     import gated_srp
 
-    draft = gated_srp.init(folder, table, out=output, sheet=sheet, force=force)
+    draft = gated_srp.init(folder, table, out=output, sheet=sheet, target=target, case=case, slides=slides, force=force)
     for note in draft.notes:
         if note not in draft.choices:
             say(str(note))

@@ -15,12 +15,12 @@ import pandas as pd
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from gated_srp.data.columns import Columns
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.matching import Matches, match_features, several_files
 from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, k_folds, own_split, site_folds
-from gated_srp.data.spreadsheet import Columns
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
 from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
@@ -151,7 +151,8 @@ class CohortConfig(_Section):
     task: Annotated[str, AfterValidator(_known_task)] | None = None
     target: str | tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
-    time: str | None = None
+    missing: Annotated[tuple[str, ...] | None, BeforeValidator(_tupled)] = None
+    time: str | Annotated[tuple[str, ...], Field(min_length=2, max_length=2)] | None = None
     event: str | None = None
     censorship: str | None = None
     slide: str | None = None
@@ -320,7 +321,7 @@ def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> Cohort
     matches, more = match_features(list(table.frame["slide"]), found, config.exclude)
     notes += more
     if not matches.found:
-        for note in several_files(matches):
+        for note in several_files(matches, config.slide):
             raise UserError(note.what, cure=note.cure, kind=note.kind)
         example = f"the first slide is {table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
         what = f"none of {len(table.frame)} slides has a file of its name: {example}"
@@ -354,7 +355,7 @@ def find_files(config: CohortConfig) -> FoundFiles:
 def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
     """The cohort's table of slides: the preset's public files, or the user's own."""
     if config.table is not None:
-        named: dict[str, Any] = {key: getattr(config, key) for key in ("task", "classes", "sheet")}
+        named: dict[str, Any] = {key: getattr(config, key) for key in ("task", "classes", "sheet", "missing")}
         return read_table(config.table, config.columns, **named, slide_table=config.slides, files=files)
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)

@@ -19,8 +19,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from gated_srp.config.cohort import CohortConfig
+from gated_srp.data.columns import Columns, resolve_columns
 from gated_srp.data.files.siblings import canonical
-from gated_srp.data.spreadsheet import Columns, read_frame, resolve_columns
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names

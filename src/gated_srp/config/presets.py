@@ -16,10 +16,11 @@ import yaml
 
 from gated_srp.config.cohort import SEEDS, Gate
 from gated_srp.data import published
+from gated_srp.data.columns import Columns
 from gated_srp.data.files.siblings import may_be_same
 from gated_srp.data.published import LabelFile
 from gated_srp.data.splits import Split
-from gated_srp.data.spreadsheet import Columns, read_frame
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table, tidy_table
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Recipe, find_task

@@ -9,14 +9,16 @@
 """
 
 import json
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 
+from gated_srp.data.columns import id_columns, listed, plain, usual_columns
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, validation_of
-from gated_srp.data.spreadsheet import USUAL, listed, plain, read_frame, usual_columns
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError
 
@@ -89,7 +91,7 @@ def _read_file(path: Path, fold: int) -> _Read:
 
 def _units(frame: pd.DataFrame) -> str:
     """The column of slides, else of patients, else the first."""
-    return [*usual_columns(frame, USUAL["slide"]), *usual_columns(frame, USUAL["case"]), frame.columns[0]][0]
+    return [*id_columns(frame, "slide"), *id_columns(frame, "case"), frame.columns[0]][0]
 
 
 def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Read:
@@ -127,12 +129,16 @@ def _slides_of(cells: Iterable[str]) -> list[str]:
     return [unit.strip() for cell in cells for unit in cell.split(";") if unit.strip()]
 
 
+def _folded(unit: str) -> str:
+    return unicodedata.normalize("NFC", unit).casefold()
+
+
 def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes: list[Note]) -> Split:
     """Slides or patients, whichever the table knows more of; a unit in two parts is an error."""
     slides = {slide_stem(slide).casefold(): slide for slide in table.frame["slide"]}
-    cases = {case.casefold(): case for case in table.frame["case"]}
+    cases = {_folded(case): case for case in table.frame["case"]}
     as_slides = [slides.get(slide_stem(unit).casefold()) for unit, _ in pairs]
-    as_cases = [cases.get(unit.casefold()) for unit, _ in pairs]
+    as_cases = [cases.get(_folded(unit)) for unit, _ in pairs]
     by_case = sum(unit is not None for unit in as_cases) > sum(unit is not None for unit in as_slides)
     known = as_cases if by_case else as_slides
     unit_name = "case_id" if by_case else "slide_id"

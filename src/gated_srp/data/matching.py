@@ -6,6 +6,7 @@ name nothing outside that listing.
 
 import os
 import re
+import unicodedata
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ SLIDE_ENDINGS = (
     *(".png", ".jpg", ".jpeg"),
 )
 _NUMBERS = {2: "two", 3: "three"}
+_BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
 Claims = dict[str, tuple[Path, ...]]  # slides and the files that fit
 
 
@@ -44,7 +46,7 @@ class Matches:
         lines = [f"{len(self.found)} slides matched to files, {bad} not{left_out}; {len(self.unused)} files unused"]
         lines += [f"{slide}: no file of this name" for slide in self.missing]
         lines += [
-            f"{slide}: {len(files)} files fit ({', '.join(map(str, files))}); keep one, or name the folder more exactly"
+            f"{slide}: {len(files)} files fit ({', '.join(map(str, files))}), so none is used"
             for slide, files in self.several.items()
         ]
         for file, slides in self.shared.items():
@@ -55,13 +57,25 @@ class Matches:
 def slide_stem(name: str | Path) -> str:
     """The name without folders and without the endings of feature and slide files; dots inside a name stay.
 
+    Its characters are composed (NFC): macOS writes an umlaut into a file's name as two, a spreadsheet as one.
+
     >>> slide_stem("feats/TCGA-3Z-A93Z-01Z-00-DX1.79F4D1A6.svs.h5")
     'TCGA-3Z-A93Z-01Z-00-DX1.79F4D1A6'
     """
-    stem = _parts(name)[-1]
+    stem = unicodedata.normalize("NFC", _parts(name)[-1])
     for endings in (tuple(CONTAINERS), SLIDE_ENDINGS):
         stem = next((stem[: -len(end)] for end in endings if stem.lower().endswith(end) and stem[: -len(end)]), stem)
     return stem
+
+
+def tcga_patient(name: str | Path) -> str | None:
+    """The patient in a TCGA barcode, if the name begins with one.
+
+    >>> tcga_patient("tcga-3Z-A93Z-01Z-00-DX1.svs")
+    'TCGA-3Z-A93Z'
+    """
+    stem = slide_stem(name)
+    return stem[:12].upper() if _BARCODE.match(stem) else None
 
 
 def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:
@@ -124,7 +138,7 @@ def leave_out(matches: Matches, entries: Iterable[str]) -> tuple[Matches, list[s
 
 
 def _tail(name: str | Path) -> list[str]:
-    return [*(part.casefold() for part in _parts(name)[:-1]), _key(name)]
+    return [*map(_folded, _parts(name)[:-1]), _key(name)]
 
 
 def match_features(
@@ -158,8 +172,11 @@ def _excluded(exclude: Path | tuple[str, ...]) -> Sequence[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-def several_files(matches: Matches) -> Iterator[Note]:
-    """Slides that more than one file fits, and how to choose; those of most slides, which lie in the same folders, together."""
+def several_files(matches: Matches, column: str | None = None) -> Iterator[Note]:
+    """Slides that more than one file fits, and how to choose; those of most slides, which lie in the same folders, together.
+
+    ``column``: of the slides, if it was named.
+    """
     groups: dict[tuple[Path, ...], list[str]] = defaultdict(list)
     for slide, files in matches.several.items():
         groups[tuple(file.parent for file in files)].append(slide)
@@ -170,7 +187,15 @@ def several_files(matches: Matches) -> Iterator[Note]:
             for slide in slides:
                 what = f"slide {slide} has {number} feature files, so none is used"
                 places = tuple(map(str, matches.several[slide]))
-                yield Note("error", "several_files", what, places, "Keep one, or name the folder more exactly.")
+                cure = "Keep one, or name the folder more exactly."
+                if len({_key(file) for file in matches.several[slide]}) > 1:  # the id begins several names
+                    instead = (
+                        f"write `case: {column}` instead of `slide: {column}`"
+                        if column
+                        else "name its column with `case`"
+                    )
+                    cure = f"If each row is a patient with several slides, {instead} in the YAML."
+                yield Note("error", "several_files", what, places, cure)
             continue
         above = Path(os.path.commonpath(folders))
         names = " and ".join(str(folder.relative_to(above)) for folder in folders)
@@ -205,15 +230,19 @@ def _parts(name: str | Path) -> list[str]:
     return [part for part in re.split(r"[\\/]", str(name)) if part] or [str(name)]
 
 
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
 def _key(name: str | Path) -> str:
     return slide_stem(name).casefold()
 
 
 def _nearest(slide: str, paths: Sequence[Path]) -> tuple[Path, ...]:
     """Of several fitting files, those that also agree in the folders that the id names, and in case."""
-    folders = [part.casefold() for part in _parts(slide)[:-1]]
+    folders = [_folded(part) for part in _parts(slide)[:-1]]
     if folders:
-        same = [path for path in paths if [p.casefold() for p in path.parts[:-1]][-len(folders) :] == folders]
+        same = [path for path in paths if [_folded(p) for p in path.parts[:-1]][-len(folders) :] == folders]
         paths = same or paths
     same_case = [path for path in paths if slide_stem(path) == slide_stem(slide)]
     return tuple(same_case or paths)

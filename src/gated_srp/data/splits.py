@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from gated_srp.data.spreadsheet import USUAL, plain
+from gated_srp.data.columns import USUAL, plain
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError
 from gated_srp.files import whole

@@ -1,36 +1,27 @@
-"""A user's spreadsheet (csv, tsv, xlsx, parquet): its cells as text, and which column holds what.
+"""A user's spreadsheet (csv, tsv, xlsx, parquet): its cells as text under its header, wherever in the file that is.
 
-Text, because a label may spell a missing-value word: only an empty cell is missing. A column is named in the config or found by
-its usual name; doubt is an error, not a guess.
+Text, because a label may spell a missing-value word: only an empty cell is missing.
 """
 
-import difflib
+import csv
 import re
+import unicodedata
 import zipfile
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from gated_srp.errors import Note, UserError
-from gated_srp.tasks import TASKS, Task, find_task, named_task
 
-_TEXT: dict[str, Any] = {"dtype": str, "keep_default_na": False, "na_values": [""]}
-
-# In the order of preference, without case and punctuation (`plain`).
-USUAL: dict[str, tuple[str, ...]] = {
-    "slide": (
-        *("slide_id", "slide", "filename", "image_id", "slide_name"),
-        *("wsi_filename", "wsi_name", "wsi", "image", "file_name"),
-    ),
-    "case": (
-        *("case_id", "patient_id", "patient", "case_barcode", "submitter_id"),
-        *("case", "subject_id", "bcr_patient_barcode"),
-    ),
-    "site": ("site", "center", "centre", "institution", "hospital", "data_provider", "tissue_source_site"),
-}  # of ids; those of labels belong to the task: `Task.usual`
+_EMPTY = {"'--", "[not available]", "[not applicable]", "[not evaluated]", "[unknown]", "[discrepancy]", "[pending]"}
+_UNNAMED = re.compile(r"Unnamed: \d+(_level_\d+)?")  # what pandas calls a column without a name
+_NUMBER = re.compile(r"-?\d+([.,]\d+)?")
+_ABOVE = 30  # rows among which the header is looked for
+Cell = str | None
 
 
 def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
@@ -46,31 +37,25 @@ def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFr
     except UnicodeDecodeError as error:
         cure = "Save the table again as 'CSV UTF-8' or as .xlsx."
         raise UserError(f"not UTF-8 text ({error.reason})", where=path, cure=cure) from None
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile, csv.Error) as error:
         what = f"cannot be read as a table ({error})"
         raise UserError(what, where=path, cure="Open it, check it, save it again.") from None
-    frame.columns = pd.Index([str(name).strip() for name in frame.columns])
-    frame = frame.apply(_as_text)
-    frame.index = pd.RangeIndex(2, len(frame) + 2)  # the header is row 1, as a spreadsheet shows it
     frame = frame.dropna(how="all")
     if frame.empty:
         cure = "Expected a header and one row per slide or per patient."
         raise UserError("the table has no rows", where=path, cure=cure)
+    marks = frame.map(lambda cell: isinstance(cell, str) and cell.casefold() in _EMPTY)
+    if count := int(marks.to_numpy().sum()):
+        frame = frame.mask(marks, None)
+        said = f"{path.name}: {count} cells that say '-- or [Not Available], as TCGA writes nothing, are read as empty"
+        notes += (Note("note", "table", said),)
     return frame, notes
 
 
 def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
     ending = path.suffix.lower()
     if ending in {".xlsx", ".xlsm"}:
-        with pd.ExcelFile(path, engine="openpyxl") as book:
-            names = [str(name) for name in book.sheet_names]
-            if sheet is not None and sheet not in names:
-                cure = f"Sheets: {', '.join(names)}. Correct `sheet`."
-                raise UserError(f"no sheet {sheet!r}", where=path, cure=cure, kind="sheet")
-            chosen = sheet or names[0]
-            said = f"{path.name}: first sheet {chosen!r} read; `sheet` names another of {names}"
-            notes = () if sheet or len(names) == 1 else (Note("note", "table", said),)
-            return pd.read_excel(book, sheet_name=chosen, **_TEXT), notes
+        return _read_book(path, sheet)
     if sheet is not None:
         what = "`sheet` is given but only .xlsx files have sheets"
         raise UserError(what, where=path, cure="Remove it.", kind="sheet")
@@ -78,142 +63,127 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]
         frame = pd.read_parquet(path)
         if frame.index.names != [None]:  # ids may have been saved as the index
             frame = frame.reset_index()
-        return frame, ()
+        frame.columns = pd.Index([_text(name) for name in frame.columns])
+        frame.index = pd.RangeIndex(2, len(frame) + 2)  # as if the header were row 1
+        return frame.apply(_as_text), ()
     if ending in {".csv", ".tsv", ".txt"}:
-        frame = pd.read_csv(path, sep=_separator(path), encoding="utf-8-sig", skip_blank_lines=False, **_TEXT)
-        if not isinstance(frame.index, pd.RangeIndex):  # pandas then takes the first column for an index
-            cure = "Name every column in the header."
-            raise UserError("its rows have more cells than the header", where=path, cure=cure)
-        return frame, ()
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = file.read().splitlines(keepends=True)
+        return _tabled(list(csv.reader(lines, delimiter=_separator(lines))), path)
     what = f"tables end in .csv, .tsv, .xlsx or .parquet, not {ending or 'nothing'!r}"
     raise UserError(what, where=path, cure="Save it as one of these.")
 
 
-def _separator(path: Path) -> str:
-    """Tab, semicolon (spreadsheets in much of Europe) or comma: the one most frequent in the header."""
-    with path.open(encoding="utf-8-sig") as file:
-        header = file.readline()
-    return max(",;\t", key=header.count)
+def _read_book(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+    """A sheet of a workbook: the one that was named, else the first, which must then hold a table."""
+    with pd.ExcelFile(path, engine="openpyxl") as book:
+        names = [str(name) for name in book.sheet_names]
+        if sheet is not None and sheet not in names:
+            cure = f"Sheets: {', '.join(names)}. Correct `sheet`."
+            raise UserError(f"no sheet {sheet!r}", where=path, cure=cure, kind="sheet")
+        chosen, others = sheet or names[0], names[1:]
+        cells = pd.read_excel(book, sheet_name=chosen, header=None, dtype=object, keep_default_na=False, na_values=[""])
+    try:
+        if cells.shape[1] < 2 and others and not sheet:
+            what = "holds no table" if cells.size else "is empty"
+            raise UserError(what, where=path)
+        frame, notes = _tabled(cells.where(cells.notna(), None).to_numpy().tolist(), path)
+    except UserError as error:
+        if sheet or not others:
+            raise
+        cure = f"Other sheets: {', '.join(map(repr, others))}. Name one with `sheet` (init: --sheet). {error.cure}"
+        raise error.changed(
+            what=f"the first sheet, {chosen!r}: {error.what}", cure=cure.strip(), kind="sheet"
+        ) from None
+    said = f"{path.name}: first sheet {chosen!r} read; `sheet` names another of {names}"
+    return frame, notes if sheet or not others else (Note("note", "table", said), *notes)
+
+
+def _separator(lines: Sequence[str]) -> str:
+    """Tab, semicolon (spreadsheets in much of Europe) or comma: the one that cuts most rows into equally many cells."""
+
+    def regular(separator: str) -> tuple[int, int]:
+        sizes = Counter(len(row) for row in csv.reader(lines[:50], delimiter=separator) if len(row) > 1)
+        size, rows = sizes.most_common(1)[0] if sizes else (0, 0)
+        return rows, size
+
+    return max(",;\t", key=regular)
+
+
+def _tabled(cells: Sequence[Sequence[Any]], path: Path) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+    """Rows of cells as a table under its header, wherever that is."""
+    rows = [[_text(cell) for cell in row] for row in cells]
+    place = _header_row(rows)
+    if place is None:
+        first = next((cell for row in rows for cell in row if cell), None)
+        if first is None:
+            raise UserError("is empty", where=path, cure="Expected a header and one row per slide or per patient.")
+        cure = "Delete what stands above the header, name every column, and give each a name of its own."
+        raise UserError(f"no row names the columns; it begins with {first!r}", where=path, cure=cure, kind="header")
+    width = max(len(row) for row in rows[place:])
+    header, body = [*rows[place], *[None] * (width - len(rows[place]))], rows[place + 1 :]
+    if wider := [i for i, row in enumerate(body) if any(row[len(rows[place]) :])]:
+        what = f"its rows have more cells than the header, e.g. row {place + wider[0] + 2}"
+        raise UserError(what, where=path, cure="Name every column in the header.")
+    twice = [name for name, count in Counter(filter(None, header)).items() if count > 1]
+    if twice:
+        where = ", ".join(_letters(i) for i, name in enumerate(header) if name == twice[0])
+        what = f"several columns are called {twice[0]!r} ({where})"
+        raise UserError(what, where=path, cure="Rename or delete all but one.", kind="header")
+    columns = [name if name and not _UNNAMED.fullmatch(name) else f"Unnamed: {i}" for i, name in enumerate(header)]
+    body = [[*row, *[None] * (width - len(row))][:width] for row in body]
+    index = pd.RangeIndex(place + 2, place + 2 + len(body))  # the rows as a spreadsheet numbers them
+    frame = pd.DataFrame(body, columns=columns, index=index, dtype=object)
+    empty = [name for name in columns if _UNNAMED.fullmatch(name) and frame[name].isna().all()]
+    frame = frame.drop(columns=empty)
+    if place == 0:
+        return frame, ()
+    above = [cell for row in rows[:place] for cell in row if cell]
+    left = f"; what stands above it is left out ({above[0]!r}{', ...' if len(above) > 1 else ''})" if above else ""
+    return frame, (Note("note", "table", f"{path.name}: row {place + 1} is the header{left}"),)
+
+
+def _header_row(rows: Sequence[Sequence[Cell]]) -> int | None:
+    """The first row that names nearly as many columns as rows usually fill; titles above a table fill fewer cells.
+
+    A row below others is taken only if it can be nothing else: names, each once. Of a header in two rows (groups above, some
+    columns without one) it is the second.
+    """
+    filled = [[cell for cell in row if cell and not _UNNAMED.fullmatch(cell)] for row in rows]
+    sizes = [len(cells) for cells in filled[: 2 * _ABOVE] if cells]
+    if not sizes:
+        return None
+    needed = min(max(0.75 * median(sizes), min(2, max(sizes))), max(sizes))
+    first = next(i for i, cells in enumerate(filled) if cells)
+
+    def names(i: int) -> bool:
+        return len(set(filled[i])) == len(filled[i]) and not any(map(_NUMBER.fullmatch, filled[i]))
+
+    for i, cells in enumerate(filled[:_ABOVE]):
+        index = bool(rows[i]) and rows[i][0] in (None, "Unnamed: 0")  # a column of row numbers needs no name
+        if not cells or len(cells) + index < needed:
+            continue
+        gaps = [k for k, cell in enumerate(rows[i]) if k and cell not in cells]
+        below = rows[i + 1] if i + 2 < len(rows) and names(i + 1) else ()
+        if gaps and all(k < len(below) and below[k] for k in gaps):
+            return i + 1
+        return i if i == first or names(i) else None
+    return None
+
+
+def _letters(place: int) -> str:
+    """The name of a column in a spreadsheet: A, B, ..., Z, AA."""
+    return (_letters(place // 26 - 1) if place >= 26 else "") + chr(ord("A") + place % 26)
+
+
+def _text(cell: Any) -> Cell:
+    """Stripped and with composed characters, as two systems write one umlaut differently; None where empty."""
+    return unicodedata.normalize("NFC", str(cell)).strip() or None if cell is not None else None
 
 
 def _as_text(column: "pd.Series[Any]") -> "pd.Series[Any]":
-    """Cells as stripped text; whole numbers that a missing neighbour made floats lose their ``.0``."""
+    """Cells as text; whole numbers that a missing neighbour made floats lose their ``.0``."""
     if pd.api.types.is_float_dtype(column) and (column.dropna() % 1 == 0).all():
         column = column.astype("Int64")
-    text = column.astype(object).map(lambda cell: str(cell).strip(), na_action="ignore")
-    return text.where(text.notna() & (text != ""), None)
-
-
-# Columns --------------------------------------------------------------------------------------------------------------
-
-
-def pick_column(frame: pd.DataFrame, name: str, where: str | Path) -> str:
-    """The column that the user named: exactly, or the only one that agrees apart from case and punctuation."""
-    if name in frame.columns:
-        return name
-    alike = [column for column in frame.columns if plain(column) == plain(name)]
-    if len(alike) == 1:
-        return alike[0]
-    near = difflib.get_close_matches(name, list(frame.columns), n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"no column {name!r}", where=where, cure=f"{hint}{listed(frame)}", kind="column")
-
-
-def usual_columns(frame: pd.DataFrame, usual: Iterable[str]) -> list[str]:
-    """Columns under one of the usual names, in the order of those names."""
-    return [column for name in usual for column in frame.columns if plain(column) == name]
-
-
-def listed(frame: pd.DataFrame) -> str:
-    """The columns there are, for an error message."""
-    return f"Columns: {', '.join(map(str, frame.columns))}."
-
-
-def plain(name: str) -> str:
-    """A column's name without case and punctuation.
-
-    >>> plain("OS.time"), plain("Patient Id")
-    ('os_time', 'patient_id')
-    """
-    return re.sub(r"[^a-z0-9]+", "_", name.casefold()).strip("_")
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which column holds what; None: found by its usual name. Several targets: one 0/1 column per label."""
-
-    slide: str | None = None
-    case: str | None = None
-    target: str | tuple[str, ...] | None = None
-    time: str | None = None
-    event: str | None = None
-    censorship: str | None = None
-    site: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Header:
-    """The columns of a table, as a task looks for its own among them."""
-
-    frame: pd.DataFrame
-    where: Path
-
-    def usual(self, names: Collection[str]) -> list[str]:
-        """Columns with one of these usual names."""
-        return usual_columns(self.frame, names)
-
-    def only(self, key: str, names: Collection[str]) -> str:
-        """The one column with a usual name; none or several is an error that asks for the setting ``key``."""
-        found = self.usual(names)
-        if len(found) == 1:
-            return found[0]
-        seen = f"several columns could be the {key} ({', '.join(found)})" if found else f"no usual {key} column"
-        raise self.error(seen, f"Name it with `{key}` in the config.")
-
-    def error(self, what: str, cure: str) -> UserError:
-        """An error that names the table and lists its columns."""
-        return UserError(what, where=self.where, cure=f"{cure} {listed(self.frame)}".strip())
-
-
-def resolve_columns(
-    frame: pd.DataFrame, columns: Columns, task: str | None, where: Path
-) -> tuple[Columns, str, tuple[Note, ...]]:
-    """Every column by its name in the file, the task that these columns allow, and notes to print."""
-    named: dict[str, Any] = {}
-    for key, value in vars(columns).items():
-        if isinstance(value, tuple):
-            named[key] = tuple(pick_column(frame, name, where) for name in value)
-        elif value is not None:
-            named[key] = pick_column(frame, value, where)
-    notes: list[Note] = []
-    for key in USUAL:
-        found = [name for name in usual_columns(frame, USUAL[key]) if name not in named.values()]
-        if key not in named and found:
-            named[key] = found[0]
-            notes += _others(frame, key, found, where)
-    header = Header(frame, where)
-    kind = find_task(task) if task else _only_task(columns, header)
-    return Columns(**named | kind.find_columns(named, header)), kind.name, tuple(notes)
-
-
-def _others(frame: pd.DataFrame, key: str, found: list[str], where: Path) -> list[Note]:
-    """Two patient columns that group differently would leak patients across splits: the user must say which counts."""
-    first = found[0]
-    pairs = {name: frame[[first, name]] for name in found[1:]}
-    differ = [name for name, two in pairs.items() if len(two.drop_duplicates()) != min(two.nunique(dropna=False))]
-    if key == "case" and differ:
-        what = f"{first!r} and {differ[0]!r} group slides differently"
-        raise UserError(what, where=where, cure="Name the patients with `case`.", kind="column")
-    said = f"{key}: column {first!r} (also seen: {', '.join(found[1:])})"
-    return [Note("note", "table", said)] if len(found) > 1 else []
-
-
-def _only_task(columns: Columns, header: Header) -> type[Task]:
-    """The task that the named columns mean; where none is named, the only one whose usual columns are there."""
-    if kind := named_task(vars(columns)):
-        return kind
-    seen = [kind for kind in TASKS.values() if kind.seen_in(header)]
-    if len(seen) == 1 and columns.target is None:
-        return seen[0]
-    what = f"columns for {' and for '.join(kind.subject for kind in seen)}" if seen else "no usual label column"
-    raise header.error(what, "Set `task`, and name `target`, or `time` with `event` or `censorship`.")
+    text = column.astype(object).map(_text, na_action="ignore")
+    return text.where(text.notna(), None)

@@ -9,20 +9,57 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 
-from gated_srp.data.matching import files_of_cases, slide_stem
-from gated_srp.data.spreadsheet import USUAL, Columns, listed, read_frame, resolve_columns, usual_columns
+from gated_srp.data.columns import NO_CASE, Columns, id_columns, listed, possible_patients, resolve_columns
+from gated_srp.data.matching import files_of_cases, slide_stem, tcga_patient
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError
 from gated_srp.tasks import Task, find_task
 from gated_srp.tasks.task import first_rows
 
 __all__ = ["Columns", "Table", "read_table"]
 
-_BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
 _ROOT = re.compile(r"^(?:[A-Za-z]:)?[\\/]+")  # an id may be a full path; it must not stay one
 _SEVERAL = r"\s*[;|,\n]\s*"  # between slides in one cell
+# Labels that may mean that there is none, in a few languages.
+_NO_LABEL = {
+    *(
+        "unknown",
+        "unk",
+        "not known",
+        "na",
+        "n/a",
+        "n.a.",
+        "nan",
+        "none",
+        "null",
+        "nil",
+        "-",
+        "--",
+        "---",
+        "?",
+        ".",
+        "missing",
+    ),
+    *(
+        "not available",
+        "not applicable",
+        "not reported",
+        "not evaluated",
+        "not done",
+        "nd",
+        "n.d.",
+        "tbd",
+        "pending",
+        "#n/a",
+    ),
+    *("unbekannt", "k.a.", "k. a.", "keine angabe", "inconnu", "desconocido", "sconosciuto", "onbekend"),
+}
+# A column; TCGA barcodes; a column with gaps, whose slides are patients of their own; every slide by choice (`NO_CASE`); nothing said.
+Patients = Literal["column", "barcode", "partly", "slide", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +67,7 @@ class Table:
     """One row per slide. Columns of ``frame``: slide, case, the label, and site if it is known.
 
     The label is ``label`` (number of the class in ``classes``), or ``time`` and ``event``, or one 0/1 column per label.
-    ``dropped`` names each row left out and why; ``notes`` say how the file was read.
+    ``dropped`` names each row left out and why; ``notes`` say how the file was read. ``patients``: where ``case`` comes from.
     """
 
     frame: pd.DataFrame
@@ -38,6 +75,7 @@ class Table:
     classes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
+    patients: Patients = "column"
 
     @property
     def kind(self) -> type[Task]:
@@ -57,18 +95,26 @@ def read_table(
     task: str | None = None,
     classes: Sequence[str] | None = None,
     sheet: str | None = None,
+    missing: Sequence[str] | None = None,
     slide_table: str | Path | None = None,
     files: Iterable[str | Path] | None = None,
 ) -> Table:
     """Read a table of slides, of patients with their slides, or of patients joined to ``slide_table`` by patient.
 
     ``files`` are the feature files that were found: a patient's row without slides stands for the files whose name
-    starts with the patient's id.
+    starts with the patient's id. ``missing``: words that count as an empty cell; None: a label that may be one is asked about.
     """
     frame, notes = read_frame(path, sheet=sheet)
-    return tidy_table(
+    unsure = missing is None and classes is None
+    if missing:
+        words = {word.casefold() for word in missing}
+        frame = frame.mask(frame.map(lambda cell: isinstance(cell, str) and cell.casefold() in words), None)
+    table = tidy_table(
         frame, columns, where=Path(path), task=task, classes=classes, slide_table=slide_table, files=files, notes=notes
     )
+    if unsure:
+        _ask_about(table, Path(path))
+    return table
 
 
 def tidy_table(
@@ -84,17 +130,20 @@ def tidy_table(
 ) -> Table:
     """The same for cells that were read (`read_frame`) and perhaps filtered."""
     log = _Log(where, list(notes))
-    columns, task, found = resolve_columns(frame, columns, task, where)
+    asked = columns.slide if slide_table is not None else None  # then it is a column of the other table
+    columns, task, found = resolve_columns(frame, replace(columns, slide=None) if asked else columns, task, where)
     log.notes += found
     kind = find_task(task)
     labels = kind.read(frame, columns, classes=classes, where=where)
+    log.notes += labels.notes
     names = list(labels.frame.columns)
     files = None if files is None else list(files)
     if slide_table is None:
         ids = _read_ids(frame, columns, log, files or ())
     else:
-        ids = _join_ids(frame, columns, Path(slide_table), log)
-    rows = _fill_cases(_fill_slides(ids, files, log), log).join(labels.frame, on="row")
+        ids = _join_ids(frame, replace(columns, slide=asked or columns.slide), Path(slide_table), log)
+    rows, patients = _fill_cases(_fill_slides(ids, files, log), columns, frame, log)
+    rows = rows.join(labels.frame, on="row")
     for unusable, reason in labels.dropped:
         rows = log.drop(rows, rows["row"].map(unusable).astype(bool), reason)
     for name in names:
@@ -104,9 +153,35 @@ def tidy_table(
         raise UserError("no usable row is left", where=where, cure="; ".join(map(str, log.notes)), kind="empty")
     whole = [name for name in names if name not in kind.real]
     rows = rows.astype(dict.fromkeys(whole, "int64"))[["slide", "case", *names, *(["site"] if "site" in rows else [])]]
-    table = Table(rows.reset_index(drop=True), kind.name, labels.classes)
+    table = Table(rows.reset_index(drop=True), kind.name, labels.classes, patients=patients)
     readings = kind.describe(table.frame, labels.classes, columns)
     return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *readings))
+
+
+def doubtful_classes(classes: Iterable[str]) -> list[str]:
+    """Those that are called like a missing value.
+
+    >>> doubtful_classes(["mutated", "N/A", "wild type", "-"])
+    ['N/A', '-']
+    """
+    return [name for name in classes if name.casefold() in _NO_LABEL]
+
+
+def _ask_about(table: Table, where: Path) -> None:
+    """A class that is called like a missing value is never trained on unasked."""
+    doubtful = doubtful_classes(table.classes)
+    if not doubtful or "label" not in table.frame:
+        return
+    counts = {name: int((table.frame["label"] == table.classes.index(name)).sum()) for name in doubtful}
+    said = ", ".join(f"{name!r} ({count} slide{'' if count == 1 else 's'})" for name, count in counts.items())
+    cure = f"Write `missing: [{', '.join(map(_quoted, doubtful))}]` to leave these rows out, or `missing: []` to keep them as classes."
+    what = f"{said}: {'a class' if len(doubtful) == 1 else 'classes'}, or words for a label that is missing?"
+    raise UserError(what, where=where, cure=cure, kind="missing_labels")
+
+
+def _quoted(word: str) -> str:
+    """As an item of a YAML list."""
+    return word if re.fullmatch(r"[A-Za-z][\w /.]*", word) else f'"{word}"'
 
 
 def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: _Log) -> pd.DataFrame:
@@ -139,9 +214,9 @@ class _Log:
         """How something was read."""
         self.notes.append(Note("note", "table", what))
 
-    def warn(self, what: str, cure: str) -> None:
+    def warn(self, what: str, cure: str, *, kind: str = "table") -> None:
         """Something that the user should look at."""
-        self.notes.append(Note("warning", "table", what, cure=cure))
+        self.notes.append(Note("warning", kind, what, cure=cure))
 
     def drop(self, rows: pd.DataFrame, gone: pd.Series[bool], reason: str) -> pd.DataFrame:
         """The rows that stay; the others are listed by number and id."""
@@ -161,12 +236,12 @@ def _read_ids(frame: pd.DataFrame, columns: Columns, log: _Log, files: Iterable[
 
     A cell that names one of ``files`` is one slide, whatever characters are in its name.
     """
-    if columns.slide is None and columns.case is None:
+    if columns.slide is None and columns.case in (None, NO_CASE):
         what = "no slide and no patient column; name them with `slide` and `case`"
         raise UserError(what, where=log.where, cure=listed(frame), kind="column")
     rows = pd.DataFrame({"row": frame.index, "slide": None, "case": None})
     for key in ("slide", "case", "site"):
-        if getattr(columns, key):
+        if getattr(columns, key) in frame:  # not where it is `NO_CASE`
             rows[key] = frame[getattr(columns, key)].to_numpy()
     odd = {stem.casefold() for stem in map(slide_stem, files) if re.search(_SEVERAL, stem)}
 
@@ -187,12 +262,12 @@ def _join_ids(frame: pd.DataFrame, columns: Columns, slide_table: Path, log: _Lo
     named = {}
     for key in ("slide", "case"):
         wanted = getattr(columns, key)
-        found = [wanted] if wanted in slides.columns else usual_columns(slides, USUAL[key])
+        found = [wanted] if wanted in slides.columns else id_columns(slides, key)
         if not found:
             what = f"no {key} column; a slide table needs slides and patients"
             raise UserError(what, where=slide_table, cure=listed(slides), kind="column")
         named[key] = found[0]
-    if columns.case is None:
+    if columns.case is None or columns.case not in frame:
         what = f"no patient column to join {slide_table} by; name it with `case`"
         raise UserError(what, where=log.where, cure=listed(frame), kind="column")
     patients = _read_ids(frame, replace(columns, slide=None), log).drop(columns="slide")
@@ -228,21 +303,40 @@ def _fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: _L
     return log.drop(rows, climbs, "its id holds '..', which no file name needs")
 
 
-def _fill_cases(rows: pd.DataFrame, log: _Log) -> pd.DataFrame:
+def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: _Log) -> tuple[pd.DataFrame, Patients]:
     """A slide without a patient gets the TCGA barcode if its name is one, else itself. A barcode also names the site."""
     rows = rows.copy()
-    unknown = rows["case"].isna()
-    barcode = rows["slide"].map(lambda slide: _BARCODE.match(slide_stem(slide)) is not None).astype(bool)
-    tcga, other = unknown & barcode, unknown & ~barcode
-    rows.loc[tcga, "case"] = rows.loc[tcga, "slide"].map(lambda slide: slide_stem(slide)[:12].upper())
-    rows.loc[other, "case"] = rows.loc[other, "slide"]
+    unknown, chosen = rows["case"].isna(), columns.case in (NO_CASE, columns.slide) and columns.case is not None
+    barcodes = rows["slide"].map(tcga_patient)
+    tcga = unknown & barcodes.notna() & (columns.case != NO_CASE)
+    other = unknown & ~tcga
+    rows.loc[tcga, "case"], rows.loc[other, "case"] = barcodes[tcga], rows.loc[other, "slide"]
+    patients: Patients = "barcode" if tcga.any() else "column"
     if tcga.any():
         count = rows.loc[tcga, "case"].nunique()
         log.note(f"no patient column: patient = first 12 characters of the TCGA barcode ({count} patients)")
-    if other.any():
-        said = f"{int(other.sum())} slides without a patient: each counts as its own"
-        log.warn(said, "Name the column with `case` if patients have several slides.")
-    if "site" not in rows and all(_BARCODE.match(case) for case in rows["case"]):
+    if chosen:
+        patients = "slide"
+        if columns.case == NO_CASE:
+            log.note(f"case: none, as chosen: each of {len(rows)} slides counts as a patient of its own")
+    elif other.any() and columns.case is not None:
+        patients = "partly"
+        what = f"{int(other.sum())} slides without a patient in {columns.case!r}: each counts as its own, so it may be in two parts"
+        log.warn(
+            what, "Fill in the empty cells (of merged cells a spreadsheet keeps the first alone).", kind="patients"
+        )
+    elif other.any():
+        patients = "unknown"
+        what = f"no patient column: {int(other.sum())} slides count as patients of their own, so slides of one patient may be in two parts"
+        used = [name for value in vars(columns).values() for name in (value if isinstance(value, tuple) else (value,))]
+        likely = possible_patients(frame, used)[:3]
+        if likely:
+            seen = ", ".join(f"{name!r} ({frame[name].nunique()} values in {len(frame)} rows)" for name in likely)
+            what += f". Ids that repeat, perhaps the patients: {seen}"
+        example = likely[0] if likely else "COLUMN"
+        cure = f"Name the patients with `case: {example}`, or write `case: none` if no patient has two slides."
+        log.warn(what, cure, kind="patients")
+    if "site" not in rows and all(map(tcga_patient, rows["case"])):
         rows["site"] = rows["case"].str[5:7].str.upper()
         log.note(f"site: the two characters after 'TCGA-' ({rows['site'].nunique()} sites)")
-    return rows
+    return rows, patients

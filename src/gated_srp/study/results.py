@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gated_srp.data.spreadsheet import pick_column, read_frame
+from gated_srp.data.columns import pick_column
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import UserError, counted
 from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired
 

@@ -39,7 +39,7 @@ class NamedOutputs(Task):
     @classmethod
     def scarce(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> Iterator[Note]:
         counts = cls.tally(frame, classes)["classes"]
-        if few := [f"{name} {count}" for name, count in counts.items() if count < base.SCARCE]:
+        if few := [f"{count} of {name!r}" for name, count in counts.items() if count < base.SCARCE]:
             said = f"fewer than {base.SCARCE} slides of a class: {', '.join(few)}"
             yield base.scarce_note("rare_class", said, "slides")
 
@@ -147,8 +147,8 @@ class Classification(NamedOutputs):
     @classmethod
     def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
         counts = cls.tally(frame, classes)["classes"]
-        balance = ", ".join(f"{name} {count}" for name, count in counts.items())
-        notes = [Note("note", "labels", f"{columns.target}: {balance} (slides by class)")]
+        balance = ", ".join(f"{count} of {name!r}" for name, count in counts.items())
+        notes = [Note("note", "labels", f"slides by {columns.target}: {balance}")]
         return notes
 
     @classmethod
@@ -329,7 +329,8 @@ class Multilabel(NamedOutputs):
 
     @classmethod
     def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
-        return [Note("note", "labels", "labels: " + ", ".join(f"{name} {frame[name].sum()}" for name in classes))]
+        counts = ", ".join(f"{frame[name].sum()} with {name}" for name in classes)
+        return [Note("note", "labels", f"slides: {counts}, {len(frame)} in all")]
 
     @classmethod
     def strata(cls, frame: pd.DataFrame, classes: tuple[str, ...]) -> dict[str, str]:

@@ -53,7 +53,7 @@ class Recipe:
 
 
 class Header(Protocol):
-    """The header of a user's table; see ``gated_srp.data.spreadsheet``."""
+    """The header of a user's table; see ``gated_srp.data.columns``."""
 
     def usual(self, names: Collection[str]) -> list[str]:
         """The table's columns that have one of these usual names."""
@@ -69,12 +69,13 @@ class Header(Protocol):
 class Labels:
     """What the cells of a table say. ``frame`` has one row per row of the file, missing where a cell is empty.
 
-    ``dropped``: rows that cannot be used although they have a label, and why.
+    ``dropped``: rows that cannot be used although they have a label, and why. ``notes``: doubts about what the cells mean.
     """
 
     frame: pd.DataFrame
     classes: tuple[str, ...] = ()
     dropped: tuple[tuple[pd.Series[bool], str], ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,78 @@
+"""A YAML file as it is drafted for a person: settings, reasons beside them, choices in comments."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gated_srp.errors import Note
+
+_LINE = 110  # characters of a comment
+
+
+@dataclass
+class Draft:
+    """A cohort.yaml as it comes to be. ``notes`` say what was seen and, as warnings, what the user has to choose."""
+
+    path: Path
+    lines: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The file."""
+        return "\n".join(self.lines) + "\n"
+
+    @property
+    def choices(self) -> list[Note]:
+        """What the user has to choose."""
+        return [note for note in self.notes if note.level == "warning"]
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{escape(str(self.path))}</b></p><pre>{escape(self.text)}</pre>"
+
+    def saw(self, what: str) -> None:
+        self.notes.append(Note("note", "init", what))
+
+    def ask(self, what: str) -> None:
+        self.notes.append(Note("warning", "choice", what))
+
+    def say(self, words: str = "") -> None:
+        """A comment, or an empty line."""
+        wrapped = textwrap.wrap(" ".join(words.split()), _LINE, break_long_words=False, break_on_hyphens=False)
+        self.lines += [f"# {line}".rstrip() for line in wrapped] if words else [""]
+
+    def put(self, key: str, value: Any, why: str = "") -> None:
+        """A setting."""
+        self.lines.append(_setting(key, value, why))
+
+    def find(self, key: str, column: str, why: str) -> None:
+        """A column, which is also said."""
+        self.put(key, column, why)
+        self.saw(f"{key}: {column!r}, {why}")
+
+    def suggest(self, key: str, value: Any, why: str = "") -> None:
+        """A setting in a comment."""
+        self.lines.append(f"# {_setting(key, value, why)}")
+
+    def offer(self, key: str, values: Sequence[tuple[Any, str]], question: str) -> None:
+        """A choice that only the user can make; all of it in comments."""
+        self.ask(f"{key}: {question}")
+        self.say(f"CHOOSE: {question} Remove the # of one line:")
+        for value, why in values:
+            self.suggest(key, value, why)
+
+
+def _setting(key: str, value: Any, why: str = "") -> str:
+    """``key: value      # why``, on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
+    text = text.removesuffix("...\n").strip()
+    if "\n" in text:  # a name with a line break: only double quotes hold it on one line
+        text = yaml.safe_dump(value, default_style='"', width=math.inf).strip()
+    comment = " ".join(why.split())
+    return f"{key}: {text}      # {comment}" if comment else f"{key}: {text}"
