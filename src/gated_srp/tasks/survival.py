@@ -6,7 +6,6 @@ Shapes: B bags, K = 4 time bins.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.tasks import metrics as scores
 from gated_srp.tasks import task as base
+from gated_srp.tasks.events import read_follow_up, two_times
 from gated_srp.tasks.metrics import FollowUp
 from gated_srp.tasks.task import (
     Cells,
@@ -40,12 +40,6 @@ BINS = 4
 SMALLEST = 1e-7  # hazards are clamped to [SMALLEST, 1 - SMALLEST]
 _SCALE = 5.0  # times the training follow-up from which on the unit of time is doubted
 _PER_YEAR = {"day": 365.25, "month": 12.0, "year": 1.0}
-# What a word says of the event by itself, whatever the column is called; cBioPortal writes "0:LIVING" and "1:DECEASED".
-_FATES = {
-    **dict.fromkeys(("dead", "deceased", "died", "event", "uncensored"), 1.0),
-    **dict.fromkeys(("alive", "living", "censored"), 0.0),
-}
-_CODED_FATES = {"1:deceased": 1.0, "0:living": 0.0, "1:dead": 1.0, "0:alive": 0.0, "1:event": 1.0, "0:censored": 0.0}
 
 
 @dataclass(frozen=True)
@@ -71,9 +65,16 @@ class Survival(Task):
     usual: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "time": (
             *("time", "time_days", "survival_months", "survival_days", "survival_time"),
-            *("os_survival_days", "os_time", "os_days", "os_months"),
+            *(
+                "os_survival_days",
+                "os_time",
+                "os_days",
+                "os_months",
+                "overall_survival_months",
+                "overall_survival_days",
+            ),
         ),
-        "event": ("event", "status", "os", "vital_status", "os_status", "os_event"),
+        "event": ("event", "status", "os", "vital_status", "os_status", "os_event", "overall_survival_status"),
         "censorship": ("censorship", "os_censorship", "censored"),
     }
     meanings: ClassVar[Mapping[str, str]] = {"event": "1 = the event was seen", "censorship": "1 = censored"}
@@ -93,12 +94,17 @@ class Survival(Task):
     @classmethod
     def seen_in(cls, header: Header) -> bool:
         status = header.usual(cls.usual["event"] + cls.usual["censorship"])
-        return bool(status and header.usual(cls.usual["time"]))
+        return bool(status and (header.usual(cls.usual["time"]) or two_times(header)))
 
     @classmethod
     def find_columns(cls, named: Mapping[str, Any], header: Header) -> dict[str, Any]:
         """A time, and one of event and censorship."""
-        time = {"time": named.get("time") or header.only("time", cls.usual["time"])}
+        both, seen = two_times(header), header.usual(cls.usual["time"])
+        if both and named.get("time") == both[0]:
+            what = f"`time: {both[0]}` leaves out everyone without the event"
+            raise header.error(what, f"Write `time: [{', '.join(both)}]`.")
+        alone = both if both and not seen else None
+        time = {"time": named.get("time") or alone or header.only("time", cls.usual["time"])}
         given = {key: named[key] for key in cls.meanings if key in named}
         if len(given) == 2:
             raise header.error("`event` and `censorship` say the opposite of each other", "Name one of them.")
@@ -114,18 +120,12 @@ class Survival(Task):
     @classmethod
     def read(cls, frame: pd.DataFrame, columns: Any, *, classes: Sequence[str] | None, where: Path) -> Labels:
         """``time``, and ``event``: 1 where it was seen, 0 where the case is censored."""
-        import pandas as pd
-
-        time = base.read_numbers(frame[columns.time], where)
-        status = frame[columns.censorship or columns.event]
-        event = read_events(status, where, censorship=columns.censorship is not None)
-        unusable = (time <= 0) & event.notna()
-        return Labels(pd.DataFrame({"time": time, "event": event}), (), ((unusable, "its time is not positive"),))
+        return read_follow_up(frame, columns, where)
 
     @classmethod
     def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
         """A flipped sign of censorship is the commonest slip of the field."""
-        cases, time = first_rows(frame), str(columns.time)
+        cases, time = first_rows(frame), columns.time if isinstance(columns.time, str) else " or ".join(columns.time)
         reading = "1 = censored -> event = 1 - censorship" if columns.censorship else "1 = event, 0 = censored"
         median = float(cases["time"].median())
         unit = next((unit for unit in _PER_YEAR if unit in time.casefold()), None)
@@ -339,18 +339,6 @@ class Survival(Task):
 
 def _names(times: Sequence[float]) -> list[str]:
     return [f"survival_at_{time:.10g}" for time in times]
-
-
-def read_events(cells: Cells, where: Path, *, censorship: bool) -> Cells:
-    """1 = the event was seen, 0 = censored, missing where empty. ``censorship``: the column says 1 for censored."""
-    if censorship:
-        meaning: Mapping[str, float] = {word: 1 - flag for word, flag in base.FLAGS.items()} | _FATES
-    else:
-        meaning = base.FLAGS | _FATES | _CODED_FATES
-    words = cells.map(lambda cell: re.sub(r"\s*:\s*", ":", cell.casefold()), na_action="ignore")
-    expected = "0, 1, dead/alive, deceased/living, yes/no, true/false, event/censored"
-    base.refuse_unreadable(cells, words.notna() & ~words.isin(list(meaning)), where, expected)
-    return words.map(meaning).astype(float)
 
 
 def _spread(values: Cells) -> dict[str, float]:

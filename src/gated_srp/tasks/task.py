@@ -360,10 +360,18 @@ def read_numbers(cells: Cells, where: Path) -> Cells:
     """Numbers, missing where a cell is empty."""
     import pandas as pd
 
-    numbers = pd.to_numeric(cells, errors="coerce").astype(float)
+    pointed = cells.str.replace(",", ".") if decimal_comma(cells) else cells
+    numbers = pd.to_numeric(pointed, errors="coerce").astype(float)
     wrong = cells.notna() & (numbers.isna() | numbers.isin([float("inf"), float("-inf")]))
-    refuse_unreadable(cells, wrong, where, "a number (a decimal point, no unit)")
+    refuse_unreadable(cells, wrong, where, "a number (a decimal point, no unit, no separator of thousands)")
     return numbers
+
+
+def decimal_comma(cells: Cells) -> str | None:
+    """A cell whose comma is a decimal point, as in much of Europe; None where there is none, or it may mean thousands."""
+    found = [cell for cell in cells.dropna() if "," in cell]
+    sure = all(re.fullmatch(r"-?\d+,\d+", cell) for cell in found) and not any("." in cell for cell in cells.dropna())
+    return found[0] if found and sure and not all(re.fullmatch(r"-?\d{1,3},\d{3}", cell) for cell in found) else None
 
 
 def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expected: str) -> None:
@@ -373,7 +381,8 @@ def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expecte
         said = (
             f"column {cells.name!r} holds {int(wrong.sum())} values that cannot be read ({rows}). Expected {expected}"
         )
-        raise UserError(said, where=where, cure="Correct the cells, or name another column in the config.")
+        cure = "Correct the cells, list words for an empty one as `missing`, or name another column in the config."
+        raise UserError(said, where=where, cure=cure)
 
 
 def full_precision(logits: Tensor) -> Tensor:
