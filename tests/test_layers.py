@@ -32,6 +32,7 @@ LAYERS = {
     "study/tuning": 9,
     "study/reproduction": 9,
     "demo": 10,
+    "simulation": 10,
     "cohort_draft": 10,
     "cli": 11,
 }
@@ -39,6 +40,7 @@ BESIDE = {
     ("foreign", "models"),
     ("files", "errors"),
     ("bounded", "errors"),
+    ("simulation", "demo"),  # whose generator it turns the dials of
 }  # same layer, one may see the other
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "predict",
     "report",
     "reproduce",
+    "simulate",
     "stats",
     "trace",
     "train",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from gated_srp.reports.heatmap import heatmap
     from gated_srp.reports.page import report
     from gated_srp.reports.viewer import view
+    from gated_srp.simulation import simulate
     from gated_srp.slides.extract import extract
     from gated_srp.srp import GatedSRP, PatchGraph
     from gated_srp.srp.trace import trace
@@ -69,6 +71,7 @@ _HOMES = {
     "predict": "training.predict",
     "report": "reports.page",
     "reproduce": "study.reproduction",
+    "simulate": "simulation",
     "stats": "study.comparison",
     "trace": "srp.trace",
     "train": "training.train",

@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.ndimage import gaussian_filter
@@ -47,7 +47,14 @@ class Recipe:
     noise: float = 0.25  # independent for each patch and channel
     shift: float = 0.05  # per slide and channel: stain, scanner
     strength: float = 3.5  # of a focus, in standard deviations of the background along the same axis
-    foci: tuple[int, int] = (8, 20)  # per slide that has any; each is one patch
+    foci: tuple[int, int] = (8, 20)  # patches of foci per slide that has any
+    radius: int = (
+        0  # of a focus: 0 is one patch; 1 are 5, 2 are 13, and then there are fewer foci of as many patches together
+    )
+    contrast: Literal["neighbourhood", "slide"] = (
+        "neighbourhood"  # slide: the background does not vary along the axis of the foci
+    )
+    outline: float | None = None  # length over which the edge of the tissue varies; None: as the background
 
     def words(self) -> str:
         """What a reader of the report must know about the data."""
@@ -80,12 +87,18 @@ class Generated:
 def make_slide(rng: np.random.Generator, recipe: Recipe, axes: np.ndarray, foci: int) -> Generated:
     """``axes`` (directions, C): along which the background varies; the foci lie along the first."""
     shape = (recipe.rows, recipe.columns)
-    ground = _smooth(rng, shape, recipe.smooth)
+    ground = _smooth(rng, shape, recipe.smooth if recipe.outline is None else recipe.outline)
     tissue = ground > np.quantile(ground, 1 - rng.uniform(*recipe.tissue))
     fields = np.stack([_smooth(rng, shape, recipe.smooth) for _ in axes], -1)  # (rows, columns, directions)
     focal = np.zeros(shape, bool)
     place = np.argwhere(tissue)
-    focal[tuple(place[rng.choice(len(place), foci, replace=False)].T)] = True
+    reach = np.arange(-recipe.radius, recipe.radius + 1)
+    disc = reach**2 + reach[:, None] ** 2 <= recipe.radius**2
+    for y, x in place[rng.choice(len(place), min(foci, max(1, round(foci / disc.sum()))), replace=False)]:
+        across, down = np.arange(recipe.columns) - x, np.arange(recipe.rows)[:, None] - y
+        focal |= across**2 + down**2 <= recipe.radius**2
+    if recipe.contrast == "slide":
+        fields[..., 0] = 0.0
     fields[..., 0] += recipe.strength * focal
     features = fields @ axes + recipe.noise * rng.standard_normal((*shape, recipe.width))
     features += recipe.shift * rng.standard_normal(recipe.width)

@@ -72,6 +72,7 @@ app.command("compare", context_settings={"token_normalize_func": str})(studies.c
 app.command("tune")(studies.tune)
 app.command("reproduce")(studies.reproduce)
 app.command("stats")(studies.stats)
+app.command("simulate")(studies.simulate)
 app.command("heatmap")(slides.heatmap)
 app.command("explain")(slides.explain)
 app.command("view")(slides.view)

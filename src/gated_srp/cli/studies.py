@@ -192,6 +192,25 @@ def stats(
         say(line)
 
 
+def simulate(
+    study: Annotated[Path, Argument(help="The plan: dials, grid, seeds, arms; docs/evidence/simulation.yaml is one.")],
+    out: Annotated[Path, Option("--out", "-o", help="Folder for runs in progress and figures.")] = Path("simulation"),
+    table: Annotated[
+        Path | None, Option(help="Results, run by run; what it has is not computed again. OUT/results.csv.")
+    ] = None,
+) -> None:
+    """Generated cohorts with a known truth, over two dials at a time: where does an arm help? Run it again to resume."""
+    import gated_srp
+
+    with show_progress() as progress:
+        found = gated_srp.simulate(study, out=out, table=table, progress=progress)
+    for row in found.differences.itertuples():
+        say(
+            f"{row.diagram} {row.x}, {row.y}: {row.arm} {row.difference:+.4f} ({row.low:+.4f} to {row.high:+.4f}), n {row.n}"
+        )
+    say(f"written: {', '.join(map(str, found.files))}")
+
+
 # What the studies share ----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,107 @@
+"""Generated cohorts over two dials: what the dials do, that nothing is computed twice, and what the differences are."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+import gated_srp
+from gated_srp import simulation
+from gated_srp.demo import Recipe, make_slide
+from gated_srp.errors import UserError
+from gated_srp.simulation import differences, points_of, read_plan
+
+PLAN = {
+    "seeds": [1, 2],
+    "reference": "na",
+    "recipe": {"columns": 6, "rows": 5, "width": 8, "directions": 3, "foci": [4, 6]},
+    "patients": [6, 4, 6],
+    "settings": {
+        "model": {"dim": 16, "depth": 2, "num_heads": 2, "num_landmarks": 4, "hidden_dim": 4},
+        "train": {"epochs": 1, "lr": 1e-3, "weight_decay": 0.0, "accumulation": 2, "workers": 0},
+    },
+    "diagrams": {
+        "toy": {
+            "task": {"task": "classification", "target": "label"},
+            "metric": "macro_auc",
+            "x": {"dial": "smooth", "values": [0.5, 2]},
+            "y": {"dial": "train.accumulation", "values": [2]},
+            "arms": ["na", "gated_srp@train.gate_lr=10"],
+        }
+    },
+}
+
+
+def write_plan(tmp_path, **changes):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(PLAN | changes))
+    return path
+
+
+def slide_of(**dials):
+    recipe = Recipe(noise=0.0, shift=0.0, **dials)
+    return make_slide(np.random.default_rng(3), recipe, np.eye(recipe.directions, recipe.width), 13)
+
+
+def test_a_larger_radius_gives_fewer_and_larger_foci_of_about_as_many_patches():
+    single, large = slide_of(radius=0), slide_of(radius=2)
+    assert single.focal.sum() == 13 and 5 <= large.focal.sum() <= 13  # one disc, less what is outside the tissue
+    places = large.cells[large.focal]
+    assert np.ptp(places, axis=0).max() <= 4  # within one disc of radius 2
+
+
+def test_contrast_against_the_slide_means_a_background_that_does_not_vary_along_the_foci():
+    near, far = slide_of(contrast="neighbourhood"), slide_of(contrast="slide")
+    assert near.features[~near.focal, 0].std() > 0.5
+    assert far.features[~far.focal, 0].std() == 0 and far.features[far.focal, 0].tolist() == [3.5] * 13
+
+
+def test_a_short_outline_length_makes_ragged_tissue():
+    def lone(slide):
+        cells = {tuple(cell) for cell in slide.cells.tolist()}
+        beside = [sum((x + i, y + j) in cells for i in (-1, 0, 1) for j in (-1, 0, 1)) - 1 for x, y in cells]
+        return np.mean(beside)
+
+    assert lone(slide_of(outline=0.3)) < lone(slide_of(outline=3.0)) - 1
+
+
+def test_simulate_computes_each_run_once_and_goes_on_from_its_table(tmp_path, monkeypatch):
+    study, table = write_plan(tmp_path), tmp_path / "committed.csv"
+    found = gated_srp.simulate(study, out=tmp_path / "out", table=table)
+    runs = found.results[simulation.KEY].drop_duplicates()
+    assert len(runs) == 2 * 2 * 2 and list((tmp_path / "out" / "cohorts").iterdir()) == []
+    moved = found.results[found.results["metric"] == "mean_beta"]
+    assert set(moved["arm"]) == {"gated_srp@train.gate_lr=10"} and (moved["value"].astype(float) != 0).all()
+    assert {path.name for path in found.files} == {"committed.csv", "diagram_toy.svg", "diagram_toy.png"}
+    before = table.read_bytes()
+    monkeypatch.setattr(simulation, "_run", None)  # would fail
+    again = gated_srp.simulate(study, out=tmp_path / "other", table=table)
+    assert table.read_bytes() == before
+    pd.testing.assert_frame_equal(again.differences, found.differences, rtol=1e-4)
+
+
+def test_differences_are_paired_by_seed_with_the_plain_t_interval():
+    rows = [
+        ("toy", x, "2", arm, seed, "macro_auc", value)
+        for x in ("0.5", "2")
+        for arm, values in (("na", (0.6, 0.7)), ("gated_srp@train.gate_lr=10", (0.7, 0.9)))
+        for seed, value in zip("12", values, strict=True)
+    ]
+    found = differences(pd.DataFrame(rows, columns=[*simulation.KEY, "metric", "value"]), PLAN)
+    # differences 0.1 and 0.2: mean 0.15, standard error 0.05, t of one degree of freedom 12.706
+    assert (
+        found[["n", "reference", "difference", "low", "high"]].round(4).to_numpy().tolist()
+        == [[2, 0.65, 0.15, -0.4853, 0.7853]] * 2
+    )
+
+
+def test_every_seed_draws_a_cohort_of_its_own_and_dials_reach_recipe_or_settings():
+    first, *_, last = points_of(PLAN)
+    assert (first.recipe.seed, last.recipe.seed, first.recipe.smooth, last.recipe.smooth) == (1, 2, 0.5, 2)
+    assert first.recipe.patients == 16 and first.settings["train"]["accumulation"] == 2
+
+
+def test_an_unknown_dial_is_refused_before_anything_runs(tmp_path):
+    toy = PLAN["diagrams"]["toy"] | {"x": {"dial": "smoothness", "values": [1]}}
+    with pytest.raises(UserError, match="unknown: smoothness"):
+        read_plan(write_plan(tmp_path, diagrams={"toy": toy}))
