@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from factories import make_slide, write_clam
+from factories import Slide, make_slide, write_clam, write_trident
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -13,13 +13,12 @@ from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
 from gated_srp.reports.redundancy import (
     attention_tokens,
-    cut_photograph,
-    draw_redundancy,
-    find_photographs,
     measure,
     measure_photographs,
 )
+from gated_srp.reports.redundancy_figure import draw_redundancy
 from gated_srp.slides.encoders import Encoder
+from gated_srp.slides.tiles import cut_photograph, find_photographs
 from gated_srp.srp.graph import PatchGraph
 
 SMALL = {"in_dim": 12, "num_outputs": 2, "dim": 24, "num_heads": 4, "num_landmarks": 4}
@@ -224,12 +223,44 @@ def test_the_command_measures_photographs_with_a_real_encoder(tmp_path, caplog):
         (("--encoder", "uni_v2"), "--encoder, but nothing to measure"),
         (("--images", "d"), "no encoder was named"),
         (("--images", "d", "-e", "uni_v2"), "d: no such folder"),
-        (("c.yaml", "--images", "d", "-e", "uni_v2"), "COHORT and --images, --encoder together"),
-        (("c.yaml", "--size", "32"), "COHORT and --size together"),
-        (("--images", "d", "-e", "uni_v2", "--layer", "2"), "--layer and --images, --encoder together"),
+        (("c.yaml", "--size", "32"), "--size is for photographs"),
+        (("--images", "d", "-e", "uni_v2", "--layer", "2"), "--layer is a layer of a run"),
     ],
 )
-def test_slides_and_photographs_are_not_mixed(arguments, why):
+def test_what_means_nothing_alone_is_refused(arguments, why):
     error = _run(*arguments).exception
     assert isinstance(error, UserError)
     assert why in str(error)
+
+
+def test_slides_and_photographs_stand_on_one_axis_of_features_and_of_tokens(tmp_path):
+    rng, slides = np.random.default_rng(0), tmp_path / "slides"
+    (tmp_path / "in").mkdir()
+    for i in range(2):
+        Image.fromarray(rng.integers(0, 255, (96, 96, 3)).astype(np.uint8)).save(tmp_path / "in" / f"{i}.png")
+        features = rng.normal(size=6).astype(np.float32) + 0.1 * rng.normal(size=(36, 6)).astype(np.float32)
+        cells = np.stack(np.meshgrid(np.arange(6), np.arange(6)), -1).reshape(-1, 2)
+        write_trident(slides, f"s{i}", Slide(cells, features), encoder="mean_colour")
+    model = build_model("gated_srp", **(SMALL | {"in_dim": 6}))
+    save_model(model, tmp_path / "model.safetensors", {"encoder": "mean_colour"})
+    both = (slides, "--images", tmp_path / "in", "--encoder", "slides.images:mean_colour", "--size", 16)
+    said = _run(*both, "--run", tmp_path / "model.safetensors", "-o", tmp_path / "out")
+    assert said.exit_code == 0, (said.output, said.exception)
+    rows = [
+        row.split(",")
+        for row in (tmp_path / "out" / "redundancy.csv").read_text().replace('"layer 1, ', '"layer 1 ').splitlines()
+    ]
+    median = {(row[0], row[1].strip('"'), row[2]): float(row[7]) for row in rows[1:]}
+    kinds = {kind for place, kind, _ in median if place.startswith("all")}
+    assert kinds == {"features", "layer 1 before correction", "layer 1 corrected"}
+    assert median["all slides", "features", "neighbours"] > 0.9
+    drawn = (tmp_path / "out" / "redundancy.svg").read_text()
+    for words in (
+        "patch features",
+        "tokens after attention, layer 1, corrected",
+        "slides (median ",
+        "photographs (median",
+    ):
+        assert words in drawn
+    other = _run(slides, "--images", tmp_path / "in", "--encoder", "efficientnet_lite0", "-o", tmp_path / "x").exception
+    assert "features are of mean_colour, but the photographs would be encoded by efficientnet_lite0" in str(other)

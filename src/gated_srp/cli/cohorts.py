@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -156,14 +156,12 @@ def check(
 
 
 def redundancy(
-    cohort: Annotated[
-        Path | None, Argument(help="The cohort's YAML, or a folder of feature files; none with --images.")
-    ] = None,
+    cohort: Annotated[Path | None, Argument(help="The cohort's YAML, or a folder of feature files.")] = None,
     run: Annotated[
-        Path | None, Option(help="A run's folder, or a model file: measure tokens instead of features.")
+        Path | None, Option(help="A run's folder, or a model file: measure its tokens after attention.")
     ] = None,
     layer: Annotated[int | None, Option(min=1, help="With --run: after which attention layer; the first.")] = None,
-    images: Annotated[Path | None, Option(help="Measure a folder of ordinary photographs instead of slides.")] = None,
+    images: Annotated[Path | None, Option(help="A folder of ordinary photographs, alone or beside the slides.")] = None,
     encoder: Annotated[
         str | None, Option("--encoder", "-e", help="With --images: what turns their patches into features.")
     ] = None,
@@ -173,21 +171,27 @@ def redundancy(
     seed: Annotated[int, Option(min=0, help="Of the random patches.")] = 0,
     output: Annotated[Path, Option("--out", "-o", help="Folder of the figure and the table.")] = Path("redundancy"),
 ) -> None:
-    """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides, or on photographs."""
-    from gated_srp.reports.redundancy import measure_cohort, measure_folder
+    """Show how alike neighbouring patches are, beside random ones: the paper's Fig. 1c on your slides, on photographs, or on both."""
+    from gated_srp.reports.redundancy import Measured, Together, measure_cohort, measure_folder, measure_together
 
-    _refuse_mixed(
-        {"COHORT": cohort, "--run": run, "--layer": layer},
-        {"--images": images, "--encoder": encoder, "--weights": weights, "--size": size},
-    )
+    cutting = {"--encoder": encoder, "--weights": weights, "--size": size}
+    _refuse_incomplete(cohort, images, cutting, {"--run": run, "--layer": layer})
+    found: Measured | Together
     with show_progress() as progress:
-        if images is not None and encoder is not None:
-            found = measure_folder(
-                images, encoder, weights=weights, size=size, at_most=slides, seed=seed, progress=progress
-            )
-        else:
+        shared: dict[str, Any] = {
+            "run": run,
+            "layer": layer or 1,
+            "at_most": slides,
+            "seed": seed,
+            "progress": progress,
+        }
+        if images is None or encoder is None:
             assert cohort is not None
-            found = measure_cohort(cohort, run=run, layer=layer or 1, at_most=slides, seed=seed, progress=progress)
+            found = measure_cohort(cohort, **shared)
+        elif cohort is None:
+            found = measure_folder(images, encoder, weights=weights, size=size, **shared)
+        else:
+            found = measure_together(cohort, images, encoder, weights=weights, size=size, **shared)
     for reason in found.left_out:
         LOG.warning("left out: %s", reason)
     paths = found.write(output)
@@ -196,23 +200,24 @@ def redundancy(
     say_written(paths)
 
 
-def _refuse_mixed(of_slides: Mapping[str, object], of_images: Mapping[str, object]) -> None:
-    """Slides or photographs, not both: each has arguments (the first of them needed) that mean nothing to the other."""
-    slides, photographs = ([name for name, value in own.items() if value is not None] for own in (of_slides, of_images))
-    if slides and photographs:
-        choice = "it measures slides (COHORT, with --run perhaps) or photographs (--images FOLDER --encoder NAME)"
-        what = f"{', '.join(slides)} and {', '.join(photographs)} together: {choice}"
-        raise UserError(what, where="redundancy", cure="Give one of them, and call it twice to compare.")
-    if of_images["--images"] is not None and of_images["--encoder"] is None:
-        cure = "Name the one that your slides' features come from, e.g. --encoder uni_v2; --encoder efficientnet_lite0 needs no download."
-        raise UserError("no encoder was named", where="redundancy --images", cure=cure)
-    if of_slides["COHORT"] is None and of_images["--images"] is None:
-        given = next(iter(slides + photographs), None)
-        what = f"{'nothing' if given is None else f'{given}, but nothing'} to measure was named"
+def _refuse_incomplete(
+    cohort: Path | None, images: Path | None, cutting: Mapping[str, object], of_run: Mapping[str, object]
+) -> None:
+    """Slides, photographs or both; what belongs to photographs or to a run means nothing without them."""
+    given = [name for name, value in {**cutting, **of_run}.items() if value is not None]
+    if cohort is None and images is None:
+        what = f"{given[0]}, but nothing to measure was named" if given else "nothing to measure was named"
         cure = (
             "Expected a cohort's YAML or a folder of feature files, or --images FOLDER --encoder NAME for photographs."
         )
         raise UserError(what, where="redundancy", cure=cure)
+    if images is None and (odd := [name for name in cutting if name in given]):
+        raise UserError(f"{odd[0]} is for photographs", where="redundancy", cure="Name their folder: --images FOLDER.")
+    if images is not None and cutting["--encoder"] is None:
+        cure = "Name the one that your slides' features come from, e.g. --encoder uni_v2; --encoder efficientnet_lite0 needs no download."
+        raise UserError("no encoder was named", where="redundancy --images", cure=cure)
+    if of_run["--layer"] is not None and of_run["--run"] is None:
+        raise UserError("--layer is a layer of a run", where="redundancy", cure="Name it: --run RUN.")
 
 
 # How `check` shows what it found: a table of facts, then notes by level and kind, then the verdict ------------------------

@@ -9,45 +9,37 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from gated_srp.config.cohort import find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
-from gated_srp.data.files.siblings import find_bags
+from gated_srp.data.files.siblings import find_bags, may_be_same
 from gated_srp.data.matching import slide_stem
-from gated_srp.data.prepared import Preparation, prepare
+from gated_srp.data.prepared import Preparation, open_header, prepare
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import write_whole
 from gated_srp.models import load_model
 from gated_srp.models.attention import merge_heads
 from gated_srp.models.slide import SlideTransformer
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.reports.figures import COLOURS, save, tidy
 from gated_srp.slides.encoders import PatchEncoder, find_encoder
 from gated_srp.slides.extract import best_device, encode
-from gated_srp.slides.tiles import lattice
+from gated_srp.slides.tiles import cut_photograph, find_photographs
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.projection import along, neighbour_mean
 from gated_srp.srp.projection import unit as unit_rows
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 T = TypeVar("T")
 POOLED = "all slides"
-PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-_NEAR, _FAR = (COLOURS[0], COLOURS[2]), (COLOURS[1], COLOURS[3])
 _QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
-_BINS = 80
 _BATCH = 16
-_FEWEST = 4  # least patches of a photograph: there must be neighbours, and others to compare with
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +108,7 @@ def quantiles(cosines: Tensor) -> dict[str, float]:
     return dict(zip(_QUANTILES, values.tolist(), strict=True))
 
 
-# The figure -----------------------------------------------------------------------------------------------------------
+# Of a cohort, of photographs, of both --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +141,68 @@ class Measured:
 
     def write(self, folder: str | Path) -> list[Path]:
         """The table and the figure."""
+        from gated_srp.reports.redundancy_figure import draw_redundancy
+
         table = Path(folder) / "redundancy.csv"
         write_table([*self.pooled, *self.slides], table)
         title = f"{self.name}: local redundancy of {self.what}"
         return [table, *draw_redundancy(self.slides, Path(folder) / "redundancy", title=title, unit=self.unit)]
+
+
+@dataclass(frozen=True, eq=False)
+class Together:
+    """Slides and photographs, measured alike: the paper's Fig. 1c."""
+
+    slides: Measured
+    photographs: Measured
+
+    @property
+    def left_out(self) -> list[Note]:
+        return [*self.slides.left_out, *self.photographs.left_out]
+
+    def lines(self) -> list[str]:
+        """Medians and quartiles in words."""
+        return [f"{one.unit}s, {line}" for one in (self.slides, self.photographs) for line in one.lines()]
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """The table, and the figure with both on one axis."""
+        from gated_srp.reports.redundancy_figure import draw_together
+
+        table, both = Path(folder) / "redundancy.csv", (self.slides, self.photographs)
+        write_table(
+            [*(all_ for one in both for all_ in one.pooled), *(each for one in both for each in one.slides)], table
+        )
+        title = f"{self.slides.name} beside the photographs of {self.photographs.name}: local redundancy"
+        return [table, *draw_together(self.slides, self.photographs, Path(folder) / "redundancy", title=title)]
+
+
+def measure_together(
+    cohort: str | Path,
+    images: str | Path,
+    encoder: str,
+    *,
+    run: str | Path | None = None,
+    layer: int = 1,
+    at_most: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+    **cutting: Any,
+) -> Together:
+    """`measure_cohort` and `measure_folder` on one axis, on features and with ``run`` also on tokens after attention ``layer``.
+
+    ``cutting``: weights and size, as `measure_folder` takes them.
+    """
+    name, files, settings = _files(Path(cohort))
+    made_by = open_header(files[0][1], settings).encoder if files else None
+    if made_by and not may_be_same(made_by, find_encoder(encoder).name):
+        what = f"its features are of {made_by}, but the photographs would be encoded by {encoder}"
+        raise UserError(
+            what, where=str(cohort), cure=f"Cosines of two encoders cannot be compared: --encoder {made_by}."
+        )
+    shared: dict[str, Any] = {"layer": layer, "at_most": at_most, "seed": seed, "progress": progress}
+    parts = [measure_cohort(cohort, run=one, **shared) for one in ((None,) if run is None else (None, run))]
+    slides = Measured(name, "patches", "slide", [one for part in parts for one in part.slides], parts[0].left_out)
+    return Together(slides, measure_folder(images, encoder, run=run, **shared, **cutting))
 
 
 def measure_cohort(
@@ -175,13 +225,7 @@ def measure_cohort(
     """
     name, files, settings = _files(Path(cohort))
     files = _evenly(files, at_most)
-    model = None if run is None else load_model(Path(run) / "model.safetensors" if Path(run).is_dir() else Path(run))
-    if model is not None and not isinstance(model, SlideTransformer):
-        raise UserError(
-            f"a {type(model).__name__} has no attention layers whose tokens could be measured", where=str(run)
-        )
-    if model is not None:
-        _refuse_layer(model, layer)
+    model = None if run is None else _open_model(Path(run), layer)
 
     def measure_slide(named: tuple[str, Path]) -> list[Redundancy]:
         slide, path = named
@@ -208,16 +252,38 @@ def measure_folder(
     *,
     weights: str | Path | None = None,
     size: int | None = None,
+    run: str | Path | None = None,
+    layer: int = 1,
     at_most: int | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Measured:
-    """As `measure_cohort`, for ordinary photographs: their patches (side ``size``, else the encoder's) encoded as tiles of slides are."""
+    """As `measure_cohort`, for ordinary photographs: their patches (side ``size``, else the encoder's) encoded as tiles of slides are.
+
+    ``run``: also the tokens that this model makes of the features, after attention ``layer``.
+    """
     files = _evenly(find_photographs(Path(folder)), at_most)
     spec = find_encoder(encoder)
-    model = spec.load(None if weights is None else Path(weights)).to(best_device())
-    measured, left_out = measure_photographs(files, model, size=size or spec.tile, seed=seed, progress=progress)
+    model = None if run is None else _open_model(Path(run), layer)
+    if model is not None and model.in_proj.in_features != spec.width:
+        what = f"takes {model.in_proj.in_features} channels, but {encoder} gives {spec.width}"
+        raise UserError(what, where=str(run), cure="Name the encoder that the run was trained on.")
+    encode_patches = spec.load(None if weights is None else Path(weights)).to(best_device())
+    tokens = None if model is None else partial(attention_tokens, model, layer=layer)
+    measured, left_out = measure_photographs(
+        files, encode_patches, size=size or spec.tile, tokens=tokens, seed=seed, progress=progress
+    )
     return Measured(Path(folder).resolve().name, f"patch features of {encoder}", "photograph", measured, left_out)
+
+
+def _open_model(run: Path, layer: int) -> SlideTransformer:
+    """Of a run's folder or a model file; refused where it has no tokens after that layer."""
+    model = load_model(run / "model.safetensors" if run.is_dir() else run)
+    if not isinstance(model, SlideTransformer):
+        what = f"a {type(model).__name__} has no attention layers whose tokens could be measured"
+        raise UserError(what, where=str(run))
+    _refuse_layer(model, layer)
+    return model
 
 
 def _evenly(found: Sequence[T], at_most: int | None) -> list[T]:
@@ -252,59 +318,6 @@ def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], Preparation]:
     if config.table or config.labels:
         return config.name, list(open_cohort(config).matches.found.items()), preparation(config)
     return config.name, [(slide_stem(path), path) for path in find_files(config).files], preparation(config)
-
-
-def draw_redundancy(slides: Sequence[Redundancy], stem: Path, *, title: str, unit: str = "slide") -> list[Path]:
-    """Distribution over all patches (left) and slide by slide (right); ``unit``: what to call a slide, where these are none."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_pooled(left, slides, unit)
-    _draw_slides(right, slides, unit)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    return save(figure, stem, title=title)
-
-
-def _draw_pooled(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
-    everything = pooled(slides)
-    low = min(float(min(one.neighbours.min(), one.random.min())) for one in everything)
-    edges = torch.linspace(max(-1.0, low - 0.02), 1.0, _BINS + 1).tolist()
-    for place, one in enumerate(everything):
-        near, far = _NEAR[place % 2], _FAR[place % 2]
-        name = "" if len(everything) == 1 else f"{one.rows}: "
-        for cosines, colour, style, partners in (
-            (one.neighbours, near, "-", "neighbours"),
-            (one.random, far, "--", "random patches"),
-        ):
-            shared: dict[str, Any] = {"bins": edges, "density": True, "color": colour}
-            axes.hist(cosines.numpy(), histtype="stepfilled", alpha=0.18, **shared)
-            median = float(cosines.median())
-            label = f"{name}{partners} (median {median:.2f})"
-            axes.hist(cosines.numpy(), histtype="step", linestyle=style, linewidth=1.6, label=label, **shared)
-            axes.axvline(median, color=colour, linestyle=":", linewidth=1.2)
-    count, number = len(everything[0].neighbours), len({one.slide for one in slides})
-    title = f"All patches together ({counted(count, 'patch')}, {counted(number, unit)})"
-    what = f"cosine of a patch to the mean of its neighbours,\nor of as many random patches of its {unit}"
-    tidy(axes, x=what, y="density of patches", title=title)
-
-
-def _draw_slides(axes: "Axes", slides: Sequence[Redundancy], unit: str) -> None:
-    """Each slide's median with its quartiles, slides ordered by the median of the first kind of rows."""
-    kinds = list(dict.fromkeys(one.rows for one in slides))
-    first = {one.slide: float(one.neighbours.median()) for one in slides if one.rows == kinds[0]}
-    rank = {slide: place for place, slide in enumerate(sorted(first, key=lambda slide: (first[slide], slide)), 1)}
-    size = max(1.5, min(5.0, 200 / len(rank)))
-    for place, kind in enumerate(kinds):
-        same = [one for one in slides if one.rows == kind]
-        ranks = [rank[one.slide] for one in same]
-        for partners, colour, marker in (("neighbours", _NEAR[place % 2], "o"), ("random", _FAR[place % 2], "s")):
-            spreads = [quantiles(getattr(one, partners)) for one in same]
-            low, middle, high = ([spread[name] for spread in spreads] for name in ("q25", "median", "q75"))
-            axes.vlines(ranks, low, high, colors=colour, alpha=0.45, linewidth=1)
-            axes.plot(ranks, middle, marker=marker, color=colour, markersize=size, linestyle="none")
-    title = f"{unit.capitalize()} by {unit} (median and quartiles)"
-    tidy(axes, x=f"{unit}s, ordered by their median", y="cosine", title=title, whole_numbers=True)
 
 
 # Tokens after attention -----------------------------------------------------------------------------------------------
@@ -351,45 +364,26 @@ def _refuse_layer(model: SlideTransformer, layer: int) -> None:
 # Photographs, cut and encoded as slides are: what the paper compares slides with --------------------------------------
 
 
-def find_photographs(folder: Path) -> list[Path]:
-    """Image files of a folder and those below it."""
-    if not folder.is_dir():
-        cure = f"Expected a folder of photographs ({', '.join(PHOTOGRAPHS)})."
-        raise UserError("no such folder", where=folder, cure=cure)
-    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in PHOTOGRAPHS and not p.name.startswith("."))
-    if not found:
-        what = f"no photographs (endings {', '.join(PHOTOGRAPHS)})"
-        raise UserError(what, where=folder, cure="Point at the folder that has them.")
-    return found
-
-
-def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Patches that do not overlap, (N, S, S, 3) bytes, and their corners (N, 2)."""
-    try:
-        with Image.open(path) as opened:
-            pixels = np.asarray(opened.convert("RGB"))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise UserError(f"cannot be read as a picture ({error}).", where=path) from None
-    corners = lattice((pixels.shape[1], pixels.shape[0]), size, size)
-    if len(corners) < _FEWEST:
-        given = f"{pixels.shape[1]} x {pixels.shape[0]} pixels give {counted(len(corners), 'patch')} of {size}"
-        cure = "Use larger photographs, or a smaller --size."
-        raise UserError(f"{given}, fewer than {_FEWEST}", where=path, cure=cure)
-    return np.stack([pixels[y : y + size, x : x + size] for x, y in corners.tolist()]), corners
-
-
 def measure_photographs(
-    paths: Sequence[Path], encoder: PatchEncoder, *, size: int, seed: int = 0, progress: Progress = silent
+    paths: Sequence[Path],
+    encoder: PatchEncoder,
+    *,
+    size: int,
+    tokens: Callable[[Tensor, PatchGraph], dict[str, Tensor]] | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> tuple[list[Redundancy], list[Note]]:
-    """The redundancy of each photograph's patch features, and why some were left out."""
+    """The redundancy of each photograph's patch features and of the ``tokens`` made of them, and why some were left out."""
     folder = Path(os.path.commonpath([path.parent for path in paths]))  # below it, names are unique
 
     def measure_photograph(path: Path) -> list[Redundancy]:
         tiles, corners = cut_photograph(path, size)
         parts = [encode(encoder, tiles[i : i + _BATCH]) for i in range(0, len(tiles), _BATCH)]
         features = torch.from_numpy(np.concatenate(parts))  # (N, D)
-        graph = PatchGraph.from_coords(torch.from_numpy(corners), stride=size)
-        return [measure(path.relative_to(folder).as_posix(), features, graph, seed=seed)]
+        graph = PatchGraph.from_coords(torch.from_numpy(corners), features, stride=size)
+        kinds = {"features": features, **(tokens(features, graph) if tokens else {})}
+        name = path.relative_to(folder).as_posix()
+        return [measure(name, rows, graph, what=what, seed=seed) for what, rows in kinds.items()]
 
     measured, left_out = _measure_each(paths, measure_photograph, "photographs", progress)
     if not measured:

@@ -13,10 +13,10 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, UnidentifiedImageError
 from scipy import ndimage
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import write_image
 from gated_srp.slides.reader import SlideError, SlideImage, SlideInfo, nominal_magnification
 
@@ -243,3 +243,36 @@ def _without_small(mask: np.ndarray, smallest: float) -> np.ndarray:
     keep[0] = False
     kept: np.ndarray = keep[labels]
     return kept
+
+
+# Photographs, cut as slides are ----------------------------------------------------------------------------------------
+
+PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_FEWEST = 4  # least patches of a photograph: there must be neighbours, and others to compare with
+
+
+def find_photographs(folder: Path) -> list[Path]:
+    """Image files of a folder and those below it."""
+    if not folder.is_dir():
+        cure = f"Expected a folder of photographs ({', '.join(PHOTOGRAPHS)})."
+        raise UserError("no such folder", where=folder, cure=cure)
+    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in PHOTOGRAPHS and not p.name.startswith("."))
+    if not found:
+        what = f"no photographs (endings {', '.join(PHOTOGRAPHS)})"
+        raise UserError(what, where=folder, cure="Point at the folder that has them.")
+    return found
+
+
+def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Patches that do not overlap, (N, S, S, 3) bytes, and their corners (N, 2)."""
+    try:
+        with Image.open(path) as opened:
+            pixels = np.asarray(opened.convert("RGB"))
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise UserError(f"cannot be read as a picture ({error}).", where=path) from None
+    corners = lattice((pixels.shape[1], pixels.shape[0]), size, size)
+    if len(corners) < _FEWEST:
+        given = f"{pixels.shape[1]} x {pixels.shape[0]} pixels give {counted(len(corners), 'patch')} of {size}"
+        cure = "Use larger photographs, or a smaller --size."
+        raise UserError(f"{given}, fewer than {_FEWEST}", where=path, cure=cure)
+    return np.stack([pixels[y : y + size, x : x + size] for x, y in corners.tolist()]), corners
