@@ -40,7 +40,7 @@ def json_schema() -> dict[str, Any]:
         inner = _loosened(named[section.__name__]["properties"], f"{name}.", words)
         whole: dict[str, Any] = {"type": "object", "properties": inner, "additionalProperties": False}
         short = [inner[SHORT[name]]] if name in SHORT else []
-        top[name] = {"description": words[name], "anyOf": [*short, whole, {"type": "null"}]}
+        top[name] = {"description": words.get(name, ""), "anyOf": [*short, whole, {"type": "null"}]}
     top["task"] |= {"anyOf": [{"enum": list(task_names())}, {"type": "null"}]}
     top["arms"]["anyOf"][0] = {"type": "string", "examples": list(ARMS)}
     return {
