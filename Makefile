@@ -40,7 +40,7 @@ bench: $(READY)
 	$(BIN)/gated-srp bench
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site  # --quiet would hide warnings from --strict, too
 
 # The lowest versions that pyproject.toml allows. torch is linked from .venv, since its lowest is a download of gigabytes: TORCH=lowest.
 # Old libraries warn about their own past, so warnings are no errors here.
