@@ -79,6 +79,10 @@ def heatmap(
     ] = "attention",
     layer: Annotated[int | None, Option(min=1, help="Which layer, from 1.")] = None,
     head: Annotated[int | None, Option(min=1, help="Which head, from 1; the mean over heads if not set.")] = None,
+    gates: Annotated[
+        Literal["off", "projection", "reflection", "amplification"] | None,
+        Option(help="What if: set every gate to this instead of what it learned."),
+    ] = None,
     percentile: Annotated[
         bool,
         Option("--percentile", help="Stretch the colours to each slide, percentile 1 to 99, instead of a fixed scale."),
@@ -102,6 +106,7 @@ def heatmap(
             value=value,
             layer=layer,
             head=head,
+            gates=gates,
             percentile=percentile,
             wsi=wsi,
             export=export or (),

@@ -65,6 +65,7 @@ def heatmap(
     value: str | Path = "attention",
     layer: int | None = None,
     head: int | None = None,
+    gates: str | None = None,
     percentile: bool = False,
     wsi: str | Path | None = None,
     export: Sequence[str] = (),
@@ -82,6 +83,7 @@ def heatmap(
         value: attention, beta, homogeneity, correction, change, or a CSV file with one score per patch.
         layer: which layer, from 1; attention is of the last one if not set, other values of all.
         head: which head, from 1; the mean over heads if not set.
+        gates: a what-if: set every gate to off, projection, reflection or amplification instead of what it learned.
         percentile: colours stretched to each slide, from percentile 1 to 99, instead of a fixed scale; the picture says so.
         wsi: the slide image; the one that the feature file names, if it exists.
         export: also write geojson (QuPath), csv, parquet or h5.
@@ -116,7 +118,7 @@ def heatmap(
     warnings: dict[Note, None] = {}
     for number, file in enumerate(files, 1):
         try:
-            views = [view_slide(run, file, reading=reading, layer=layer, force=force) for run in paths]
+            views = [view_slide(run, file, reading=reading, layer=layer, gates=gates, force=force) for run in paths]
             drawn.append(draw_slide(views, file, Path(out), **shown))
             warnings |= {note: None for view in views for note in view.warnings}
         except UserError as error:

@@ -4,6 +4,7 @@ Shapes: N patches of the file, L patches that the model sees (a cap leaves some 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from gated_srp.srp.trace import LayerTrace, set_gates, trace
 from gated_srp.training.trained import TrainedRun, average, open_slide
 
 SHUT = 0.05  # absolute beta below which a gate does next to nothing; the paper's regimes begin at 0.5
+GATES = {"off": 0.0, "projection": 1.0, "reflection": 2.0, "amplification": -1.0}  # what-ifs of heatmap by name
 SCORES = (".csv", ".tsv")  # endings of tables with a user's own scores
 
 
@@ -92,6 +94,7 @@ def view_slide(
     *,
     reading: Preparation = Preparation(),  # noqa: B008 - frozen
     layer: int | None = None,
+    gates: str | None = None,
     force: bool = False,
 ) -> SlideView:
     """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows.
@@ -99,6 +102,7 @@ def view_slide(
     A file that does not fit the model is refused as `gated_srp.predict` does, and ``force`` means the same. ``reading``: how to
     read the file, where that is not plain.
     ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
+    ``gates``: one of `GATES`, to which every gate is set instead of what it learned.
     """
     trained = TrainedRun.open(run)
     if trained.images is not None:
@@ -117,16 +121,26 @@ def view_slide(
     if layer is not None and layer > len(traced):
         raise UserError(f"{run} has layers 1 to {len(traced)}", where=f"layer {layer}")
     mapped = (layer or len(traced)) - 1
-    logits, layers = _trace(model, bag, mapped)
     gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
+    with nullcontext() if gates is None else _set_to(gates, model, gated, run):
+        logits, layers = _trace(model, bag, mapped)
     ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
     limits = tuple(m.correction.coefficient.largest if isinstance(m.correction, GatedSRP) else 0.0 for m in traced)
     label = f"{trained.card['settings'].get('arm', 'model')}, {model_file(run).resolve().parent.name}"
+    label += f", gates set to {gates}" if gates else ""
     homogeneity = bag.graph.homogeneity.numpy()
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
     warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
     return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings, _answer(trained, logits))
+
+
+def _set_to(gates: str, model: nn.Module, gated: bool, run: Path) -> AbstractContextManager[None]:
+    if gates not in GATES:
+        raise UserError(f"expected one of {', '.join(GATES)}", where=f"--gates {gates}")
+    if not gated:
+        raise UserError("this model has no gates to set", where=run, cure="Leave out --gates.")
+    return set_gates(model, GATES[gates])
 
 
 def _answer(run: TrainedRun, logits: Tensor) -> str:

@@ -18,8 +18,6 @@ from gated_srp.srp.coefficient import regimes
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import set_gates
 
-BETAS = {"off": 0.0, "projection": 1.0, "reflection": 2.0, "amplification": -1.0}
-
 
 @dataclass(frozen=True)
 class WhatIf:
