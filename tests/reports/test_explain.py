@@ -104,3 +104,12 @@ def test_the_command_goes_from_a_slide_to_the_page(tmp_path, monkeypatch):
     assert isinstance(
         _command(run, tmp_path / "x.tif", "-o", tmp_path / "o").exception, UserError
     )  # no encoder in the card
+    before = (tmp_path / "out" / "x.html").read_bytes()
+    (tmp_path / "other").mkdir()
+    tifffile.imwrite(tmp_path / "other" / "x.tif", image[::-1], resolution=(20000, 20000), resolutionunit=3, **options)
+    error = _command(
+        run, tmp_path / "other" / "x.tif", "-o", tmp_path / "out", "-e", "my_encoder_for_explain:mine"
+    ).exception
+    assert isinstance(error, UserError) and "holds the features of another slide" in str(error)
+    assert str(tmp_path / "x.tif") in str(error) and str(tmp_path / "other" / "x.tif") in str(error)
+    assert (tmp_path / "out" / "x.html").read_bytes() == before

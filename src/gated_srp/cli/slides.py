@@ -56,6 +56,8 @@ def extract(
         )
     for error in outcome.failed:
         LOG.warning("left out: %s", error)
+    for note in outcome.notes:
+        LOG.warning("%s", note)
     for slide in outcome.empty:
         LOG.warning("no tissue: %s: its file has no patches. Look at its preview; lower --tissue if wrong.", slide)
     say(str(outcome))

@@ -3,7 +3,7 @@
 import base64
 import html
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,18 @@ def explain(
     if slide.suffix.lower() in CONTAINERS:
         return explain_file(run, slide, out, force=force)
     options: dict[str, Any] = {"encoder": encoder, "weights": weights, "size": size, "magnification": magnification}
-    file = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
-    return explain_file(run, file, out, image=slide, force=force)
+    file, notes = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
+    found = explain_file(run, file, out, image=slide, force=force)
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def features_of_slide(
     run: Path, slide: Path, folder: Path, *, encoder: str | None = None, progress: Progress = silent, **options: Any
-) -> Path:
-    """The feature file of a slide image, made with the encoder of a run where it is not there yet; ``options`` as of `extract`."""
+) -> tuple[Path, tuple[Note, ...]]:
+    """The feature file of a slide image, made with the encoder of a run where it is not there yet; ``options`` as of `extract`.
+
+    Notes say what could not be compared where it was there.
+    """
     outcome = extract(
         [slide],
         folder,
@@ -116,7 +120,7 @@ def features_of_slide(
     if outcome.empty:
         cure = f"Look at the preview: {outcome.previews / f'{slide.stem}.jpg'}"
         raise UserError("no tissue was found", where=slide, cure=cure, kind="no_tissue")
-    return outcome.folder / f"{slide.stem}.h5"
+    return outcome.folder / f"{slide.stem}.h5", tuple(outcome.notes)
 
 
 def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None, force: bool = False) -> Explanation:

@@ -7,6 +7,7 @@ import difflib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 LITE = ((127 / 255,) * 3, (128 / 255,) * 3)
+_SAMPLED = 65536  # values of a tensor at most
 PLUGINS = "gated_srp.encoders"  # entry points of installed packages
 
 
@@ -67,6 +69,16 @@ class PatchEncoder(nn.Module):
         self.model: nn.Module = model.requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for name, values in zip(("mean", "std"), spec.normalisation, strict=True):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
+
+    @cached_property
+    def hash(self) -> str:
+        """By which its weights are known again: SHA-256 over names, shapes and values, of large tensors a sample."""
+        from gated_srp.files import tensors_hash
+
+        values = self.state_dict()
+        return tensors_hash(
+            {f"{name} {tuple(v.shape)}": v.flatten()[:: 1 + v.numel() // _SAMPLED] for name, v in values.items()}
+        )
 
     def forward(self, tiles: Tensor) -> Tensor:
         features: Tensor = self.model(self.preprocess(tiles))

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gated_srp.errors import UserError, counted, joined
+from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import remove_drafts
 from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
-from gated_srp.slides.reader import SlideError, find_slides
-from gated_srp.slides.store import LAYOUTS, Job, Trident
+from gated_srp.slides.reader import SlideError, SlideImage, find_slides
+from gated_srp.slides.store import LAYOUTS, Job, Trident, identity, refuse_other_slide
 from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
 
 _AHEAD = 3  # batches in flight per reading process
@@ -66,8 +66,10 @@ class Extraction:
     def job(self, slide: Path) -> Job:
         mpp = self.mpp.get(slide.name, self.mpp.get(slide.stem, self.every_mpp))
         weights = None if self.weights is None else self.weights.name
-        resampling = self.encoder.resampling(self.tiling.size)
-        return Job(slide, self.tiling, self.encoder.name, self.encoder.width, mpp, weights, resampling)
+        spec = self.encoder
+        seen = f"mean {spec.normalisation[0]}, std {spec.normalisation[1]}, middle {spec.crop or spec.resize}"
+        resampling = spec.resampling(self.tiling.size)
+        return Job(slide, self.tiling, spec.name, spec.width, mpp, weights, resampling, seen)
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Outcome:
     there: list[Path] = field(default_factory=list)  # extracted before
     empty: list[Path] = field(default_factory=list)  # no tissue found; a file without rows is written
     failed: list[SlideError] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)  # what could not be compared of files that were there
 
     def __str__(self) -> str:
         parts = {"extracted": self.done, "there already": self.there, "without tissue": self.empty}
@@ -168,15 +171,23 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
         finished += 1
         progress(Event("slides", finished, len(slides), f"{slide.name}: {how}", slide))
 
+    made = {}
     for slide in slides:
-        if _there(settings, slide):
+        try:
+            found = _made_of(settings, slide)
+        except SlideError as error:
+            outcome.failed.append(error)
+            report(slide, f"left out: {joined(error.what, cure=error.cure)}")
+            continue
+        if found is None:
+            todo.append(slide)
+        else:
+            made[slide] = found
             outcome.there.append(slide)
             report(slide, "there already")
-        else:
-            todo.append(slide)
-    if not todo:
+    encoder = _load_encoder(settings, made, outcome, needed=bool(todo)) if todo or made else None
+    if encoder is None or not todo:
         return outcome
-    encoder = settings.encoder.load(settings.weights).to(best_device())
     pool = _pool(settings.workers)
     try:
         for slide, plan in _plans(pool, todo, settings):
@@ -215,7 +226,9 @@ def _extract_one(
         tiles = plan.result()
         count = len(tiles.coords)
         progress(Event("patches", 0, count, slide.name, slide))
-        with settings.layout.writing(settings.job(slide), tiles) as rows:
+        precision = "32" if encoder.mean.device.type == "cpu" else "bf16"
+        how = {"weights_sha256": encoder.hash, "precision": precision}
+        with settings.layout.writing(settings.job(slide), tiles, how) as rows:
             for start, batch in _batches(pool, slide, tiles, settings):
                 rows[start : start + len(batch)] = encode(encoder, batch)
                 progress(Event("patches", start + len(batch), count, slide.name, slide))
@@ -274,12 +287,17 @@ def _pool(workers: int) -> Executor:
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=begin_reading)
 
 
-def _there(settings: Extraction, slide: Path) -> bool:
+def _made_of(settings: Extraction, slide: Path) -> dict[str, Any] | None:
+    """What the existing features of a slide were made of and with; None where there are none. Others than asked for are refused."""
     job = settings.job(slide)
     made = settings.layout.made_with(job)
     if made is None:
-        return False
+        return None
+    with SlideImage(slide) as image:
+        refuse_other_slide(settings.layout.path(job), made["slide"], identity(image.info))
     wanted = job.settings()
+    if "blocks" not in made["slide"]:
+        made["normalisation"] = wanted["normalisation"]  # not recorded by versions 0.1 and 0.2
     if made and "resampling" not in made:  # of version 0.2, which knew no other way
         made["resampling"] = settings.encoder.resampling(job.tiling.size, "bicubic")
     different = [f"{key} {made.get(key)}, asked {value}" for key, value in wanted.items() if made.get(key) != value]
@@ -290,7 +308,35 @@ def _there(settings: Extraction, slide: Path) -> bool:
             cure="Choose another -o, or remove the file to have it made again.",
             kind="other_settings",
         )
-    return True
+    return made
+
+
+def _load_encoder(
+    settings: Extraction, made: Mapping[Path, Mapping[str, Any]], outcome: Outcome, *, needed: bool
+) -> PatchEncoder | None:
+    """The encoder; features that are there must have been made with its weights, as far as that can be told."""
+    places = {slide: str(settings.layout.path(settings.job(slide))) for slide in made}
+    if old := [places[slide] for slide, found in made.items() if "blocks" not in found["slide"]]:
+        what = f"{counted(len(old), 'feature file')} made by an earlier version, which did not record what slide they are of"
+        cure = "Their slides' sizes agree; more cannot be told. Remove those that you doubt: they are then made again."
+        outcome.notes.append(Note("warning", "no_identity", what, tuple(old[:5]), cure))
+    try:
+        encoder = settings.encoder.load(settings.weights)
+    except UserError as error:
+        if needed:
+            raise
+        what = f"the encoder's weights could not be compared with those of features that are there: {error.what}"
+        outcome.notes.append(Note("warning", error.kind, what, cure=error.cure))
+        return None
+    for slide, found in made.items():
+        if found.get("weights_sha256", encoder.hash) != encoder.hash:
+            raise UserError(
+                f"was made with other weights of the encoder {settings.encoder.name!r} ({found['weights_sha256'][:12]}, now {encoder.hash[:12]})",
+                where=places[slide],
+                cure="Choose another -o, or remove the files to have them made again.",
+                kind="other_weights",
+            )
+    return encoder.to(best_device())
 
 
 # Microns per pixel ----------------------------------------------------------------------------------------------------

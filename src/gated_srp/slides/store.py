@@ -14,7 +14,8 @@ import h5py
 import numpy as np
 
 from gated_srp.errors import UserError
-from gated_srp.files import whole_hdf5
+from gated_srp.files import sampled_hash, whole_hdf5
+from gated_srp.slides.reader import SlideInfo
 from gated_srp.slides.tiles import TilePlan, Tiling
 
 _ROWS = 64  # of a chunk: it must fit into HDF5's cache of 1 MB, or each batch rewrites it
@@ -31,6 +32,7 @@ class Job:
     mpp: float | None = None
     weights: str | None = None
     resampling: str | None = None
+    normalisation: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """All settings that decide the features; a file made with others is refused."""
@@ -43,6 +45,7 @@ class Job:
             "mpp": self.mpp,
             "weights": self.weights,
             "resampling": self.resampling,
+            "normalisation": self.normalisation,
         }
 
 
@@ -63,7 +66,7 @@ class Trident:
         return "features"
 
     def made_with(self, job: Job) -> dict[str, Any] | None:
-        """Settings of the existing features; None where there are none."""
+        """Settings of the existing features and, as ``slide``, what is known of their slide; None where there are none."""
         path = self.path(job)
         if not path.is_file():
             return None
@@ -72,20 +75,25 @@ class Trident:
                 if self.features(job) not in file:
                     return None
                 noted = file[self.features(job)].attrs.get("gated_srp")
-                return {} if noted is None else dict(json.loads(noted))
+                made = {} if noted is None else dict(json.loads(noted))
+                return {"slide": _known(file), **made}
         except (OSError, ValueError) as error:
             cure = "Remove it; the slide is then extracted again."
             raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
 
     @contextmanager
-    def writing(self, job: Job, plan: TilePlan) -> Iterator[h5py.Dataset]:
-        """The rows to fill. The new file replaces the one that is there at the end if nothing was raised."""
+    def writing(self, job: Job, plan: TilePlan, encoder: Mapping[str, str]) -> Iterator[h5py.Dataset]:
+        """The rows to fill. The new file replaces the one that is there at the end if nothing was raised.
+
+        ``encoder``: what else the file says of how it was made, the hash of the encoder's weights among it.
+        """
         count = len(plan.coords)
         with whole_hdf5(self.path(job)) as file:
             self.begin(file, job, plan)
             chunks = (min(_ROWS, count), job.width) if count else None
             rows = file.create_dataset(self.features(job), (count, job.width), "float32", chunks=chunks)
-            rows.attrs["gated_srp"] = json.dumps(job.settings(), sort_keys=True)
+            made = {**job.settings(), **encoder, "slide": identity(plan.info)}
+            rows.attrs["gated_srp"] = json.dumps(made, sort_keys=True)
             self.name(rows, job)
             yield rows
 
@@ -115,7 +123,7 @@ class AtlasPatch(Trident):
         read = np.full((len(plan.coords), 2), plan.footprint.read), np.full((len(plan.coords), 1), plan.footprint.level)
         table = np.concatenate([plan.coords, *read], 1).astype(np.int32)  # (N, 5)
         if self.path(job).is_file():
-            _copy_others(self.path(job), file, table, job)
+            _copy_others(self.path(job), file, table, job, identity(plan.info))
         else:
             file["coords"] = table
             file.attrs.update({**_geometry(plan), **_about(plan), "num_patches": len(table)})
@@ -126,6 +134,39 @@ class AtlasPatch(Trident):
 
 
 LAYOUTS: Mapping[str, type[Trident]] = {"trident": Trident, "atlaspatch": AtlasPatch}
+
+
+# Which slide -----------------------------------------------------------------------------------------------------------
+
+
+def identity(slide: SlideInfo) -> dict[str, Any]:
+    """By which a slide is known again wherever it lies: its size, blocks from all over its content, its levels."""
+    path = slide.path.resolve()
+    data = path.with_suffix("")  # MIRAX: the image itself is in the folder beside
+    files = [path, *([data] if path.suffix.lower() == ".mrxs" and data.is_dir() else [])]
+    return {
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "blocks": "".join(sampled_hash(file) for file in files)[-32:],
+        "levels": [[round(side / down) for side in slide.size] for down in slide.downsamples],
+        "size": list(slide.size),
+    }
+
+
+def refuse_other_slide(file: Path, made: Mapping[str, Any], slide: Mapping[str, Any]) -> None:
+    """The features of a file must be of this slide; ``made``: the identity that it records, or the part of it that is known."""
+    if any(made[key] != slide[key] for key in ("bytes", "blocks", "levels", "size") if key in made):
+        raise UserError(
+            f"holds the features of another slide of the same name: {_words(made)}, asked for {_words(slide)}",
+            where=file,
+            cure="Choose another -o, or remove the file to have it made again.",
+            kind="other_slide",
+        )
+
+
+def _words(slide: Mapping[str, Any]) -> str:
+    size = f"{slide['bytes']:,} bytes, " if "bytes" in slide else ""
+    return f"{slide.get('path', 'a slide')} ({size}{slide['size'][0]} x {slide['size'][1]})"
 
 
 def _geometry(plan: TilePlan) -> dict[str, Any]:
@@ -141,15 +182,27 @@ def _geometry(plan: TilePlan) -> dict[str, Any]:
     }
 
 
+def _known(file: h5py.File) -> dict[str, Any]:
+    """What a file without an identity says of its slide all the same: its path and the size of its largest level."""
+    said = {**file.attrs, **file["coords"].attrs}
+    path: dict[str, Any] = {"path": str(said["wsi_path"])} if "wsi_path" in said else {}
+    if "level0_width" in said and "level0_height" in said:
+        path["size"] = [int(said["level0_width"]), int(said["level0_height"])]
+    return path
+
+
 def _about(plan: TilePlan) -> dict[str, Any]:
     """Of the slide: its path, by which `heatmap` finds it again, and microns per pixel."""
     known = {"wsi_path": str(plan.info.path.resolve()), "mpp": plan.info.mpp, "vendor": plan.info.vendor}
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job) -> None:
-    """Features of other encoders move into the new file; they must belong to the same patches."""
+def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job, slide: Mapping[str, Any]) -> None:
+    """Features of other encoders move into the new file; they must belong to the same slide and patches."""
     with h5py.File(there, "r") as old:
+        for name in old.get("features", ()):
+            made = json.loads(old[f"features/{name}"].attrs.get("gated_srp", "{}"))
+            refuse_other_slide(there, made.get("slide", _known(old)), slide)
         if old["coords"].shape != table.shape or not np.array_equal(old["coords"][:, :2], table[:, :2]):
             raise UserError(
                 "holds other patches than those asked for (size, magnification, overlap or tissue differ, and one file has one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import uuid
@@ -29,6 +30,7 @@ from gated_srp.slides.reader import ENDINGS, SlideImage
 if TYPE_CHECKING:
     from gated_srp.reports.viewer.what_if import WhatIf
 
+_LOG = logging.getLogger(__name__)
 STATIC = ("index.html", "viewer.js", "viewer.css", "openseadragon.min.js", "openseadragon.LICENSE.txt")
 _TILES = 2000  # of a slide in an exported folder, about 30 MB; beyond, the finest levels are left out
 _COARSEST = int(math.log2(SIDE))  # the level that one tile holds
@@ -211,7 +213,10 @@ def view(
     found: list[ViewedSlide] = []
     for place in given:
         if place.suffix.lower() in ENDINGS and place.suffix.lower() not in CONTAINERS:
-            found.append(ViewedSlide(features_of_slide(paths[0], place, Path(features), progress=progress), place))
+            file, notes = features_of_slide(paths[0], place, Path(features), progress=progress)
+            for note in notes:
+                _LOG.warning("%s", note)
+            found.append(ViewedSlide(file, place))
         else:
             found += [ViewedSlide(file, _image(file, wsi)) for file in feature_files(place, paths)]
     reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
