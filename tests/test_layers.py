@@ -15,6 +15,7 @@ LAYERS = {
     "files": 0,
     "machine": 0,
     "progress": 0,
+    "records": 0,
     "streams": 0,
     "srp": 1,
     "models": 2,
@@ -41,6 +42,7 @@ BESIDE = {
     ("files", "errors"),
     ("bounded", "errors"),
     ("simulation", "demo"),  # whose generator it turns the dials of
+    ("records", "errors"),
 }  # same layer, one may see the other
 
 

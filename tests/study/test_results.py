@@ -261,5 +261,5 @@ def test_broken_predictions_are_refused_by_name(tmp_path):
     with pytest.raises(UserError, match="no column 'case'"):
         stats(results, runs=tmp_path)
     (folder / "predictions_test_slide.csv").write_text("")
-    with pytest.raises(UserError, match="cannot be read as predictions"):
+    with pytest.raises(UserError, match="cannot be read"):
         stats(results, runs=tmp_path)

@@ -30,7 +30,7 @@ def test_a_folder_without_a_run_reads_as_empty(tmp_path):
     assert not run.finished and not run.begun and run.settings == run.environment == run.results == {}
     assert run.metrics("test") == {} and run.split is None
     assert run.history.empty and run.gates.empty and "not begun" in run._repr_html_()
-    with pytest.raises(UserError, match="cannot be read as predictions"):
+    with pytest.raises(UserError, match="cannot be read"):
         run.predictions("test", "slide")
 
 

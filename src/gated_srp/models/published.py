@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gated_srp.bounded import try_out
 from gated_srp.errors import UserError
 from gated_srp.models.arms import ARMS, build_model, find_arm
 from gated_srp.models.slide import SlideModel
@@ -98,6 +99,10 @@ def convert(checkpoint: str | Path, output: str | Path, *, classes: Sequence[str
     return model
 
 
+def _unpickle(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 @dataclass(frozen=True)
 class _Checkpoint:
     path: Path
@@ -107,7 +112,8 @@ class _Checkpoint:
     @classmethod
     def open(cls, path: Path) -> "_Checkpoint":
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            try_out(_unpickle, path)
+            found = _unpickle(path)
         except FileNotFoundError:
             raise UserError("no such file", where=str(path), cure=_EXPECTED) from None
         except Exception as error:  # torch raises many kinds for broken or unsafe files

@@ -11,6 +11,7 @@ from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
 FORMAT = 1
+_SIZES = ("in_dim", "num_outputs", "dim", "depth", "num_heads", "num_patches", "hidden_dim")
 _EXPECTED = "Expected model.safetensors of a run, or of gated-srp convert."
 
 
@@ -45,10 +46,12 @@ def _read(path: Path, only: str | None = "") -> tuple[dict[str, Any], dict[str, 
     card, tensors = read_tensors(path, called="model file", cure=_EXPECTED, only=only)
     if not card:
         raise UserError("holds tensors but no card of gated-srp", where=path, cure=_EXPECTED)
-    if card.get("format", 0) > FORMAT:
+    if isinstance(card.get("format"), int) and card["format"] > FORMAT:
         what = f"written in format {card['format']}, this version reads up to {FORMAT}"
         raise UserError(what, where=path, cure="Update gated-srp.")
-    return card, tensors
+    from gated_srp.records import Card, checked  # pydantic, which building a model does not need
+
+    return checked(card, Card, where=path, cure=_EXPECTED), tensors
 
 
 def load_model(path: str | Path) -> SlideModel:
@@ -70,7 +73,23 @@ def load_model(path: str | Path) -> SlideModel:
     >>> model(features[None], graph.with_features(features)).shape
     torch.Size([1, 2])
     """
-    card, weights = _read(model_file(Path(path)))
-    model = build_model(**card["settings"])
-    model.load_state_dict(weights)
+    file = model_file(Path(path))
+    card, weights = _read(file)
+    try:
+        _check_sizes(card["settings"], weights)
+        model = build_model(**card["settings"])
+        model.load_state_dict(weights)
+    except UserError as error:
+        raise error.changed(where=file, cure=error.cure or _EXPECTED) from None
+    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, ArithmeticError, IndexError) as error:
+        what = f"its card does not describe its weights ({' '.join(str(error).split())[:300]})"
+        raise UserError(what, where=file, cure=_EXPECTED, kind="card") from None
     return model.eval()
+
+
+def _check_sizes(settings: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """No size may be larger than what is stored: a card must not ask for memory."""
+    largest = max((tensor.numel() for tensor in weights.values()), default=0)
+    for name, value in settings.items():
+        if name in _SIZES and not (isinstance(value, int) and 0 <= value <= max(largest, 64)):
+            raise ValueError(f"{name} is {value!r:.60}, but its largest tensor has {largest} numbers")

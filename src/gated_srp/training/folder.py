@@ -32,6 +32,7 @@ from gated_srp.config.cohort import CohortConfig
 from gated_srp.data.files.siblings import may_be_same
 from gated_srp.errors import UserError
 from gated_srp.files import has_its_checksum, with_checksum, write_whole
+from gated_srp.records import Environment, Metrics, Record, Settings, checked, read_record, read_rows, unreadable
 from gated_srp.training.state import before
 
 HISTORY = ("epoch", "split", "metric", "value")
@@ -39,7 +40,9 @@ _PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchm
 # Settings that change where or how fast a run is computed, not what it computes.
 _FREE = {"out", "cache.folder", "train.workers", "train.log", "train.checkpointing"}
 _LATER: dict[str, Any] = {"train.gate_lr": 1.0, "select": {"ties": "first"}}  # what versions did that lacked a setting
-_TEXT = dict.fromkeys(("slide", "case", "label", "predicted"), str)
+_TEXT = ("slide", "case", "label", "predicted")
+_OTHER = "Choose another `out`, or remove the folder."
+_RECORDS: dict[str, type[Record]] = {"environment.json": Environment, "metrics.json": Metrics}
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,14 @@ class RunFolder:
     @property
     def settings(self) -> dict[str, Any]:
         """config.yaml, everything resolved."""
+        path = self.path / "config.yaml"
         try:
-            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise _unreadable(self.path / "config.yaml", error) from None
-        return content if isinstance(content, dict) else {}
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            raise unreadable(path, error, _OTHER) from None
+        return {} if content is None else checked(content, Settings, where=path, cure=_OTHER)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -108,12 +112,12 @@ class RunFolder:
     @property
     def history(self) -> pd.DataFrame:
         """Columns epoch, split, metric, value: losses and validation metrics of every epoch."""
-        return self._csv("history.csv", columns=HISTORY)
+        return self._csv("history.csv", texts=("split", "metric"), numbers=("epoch", "value"), needed=HISTORY)
 
     @property
     def gates(self) -> pd.DataFrame:
         """Statistics of beta per epoch and layer."""
-        return self._csv("gates.csv")
+        return self._csv("gates.csv", numbers=("epoch", "layer", "mean"))
 
     def predictions(self, part: str = "test", level: str = "slide") -> pd.DataFrame:
         """Predictions of val or test, one row per slide or per case."""
@@ -124,12 +128,12 @@ class RunFolder:
         """Units (slides or patients) in the first column and their part in ``split``; None where there is none."""
         if not (self.path / "split.csv").is_file():
             return None
-        return self._csv("split.csv", dtype=str, keep_default_na=False)
+        return self._csv("split.csv", texts=None, needed=("split",))
 
     @property
     def features(self) -> pd.DataFrame:
         """Fingerprints of the files that it was begun with, as text; empty in runs of versions that kept none."""
-        return self._csv("features.csv", dtype=str, keep_default_na=False)
+        return self._csv("features.csv", texts=None)
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -141,25 +145,20 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """Its content; nothing where there is no such file. What was damaged since it was written is refused."""
         cure = "Remove this file and start the same command again: the run is trained anew, with the same numbers."
-        cure = cure if name == "metrics.json" else "Choose another `out`, or remove the folder."
+        cure, path = cure if name == "metrics.json" else _OTHER, self.path / name
         try:
-            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = read_record(path, _RECORDS.get(name, Record), cure=cure)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
-            raise _unreadable(self.path / name, error, cure) from None
         if not has_its_checksum(content):
-            raise _unreadable(self.path / name, "damaged: its content does not fit its checksum", cure)
+            raise unreadable(path, "damaged: its content does not fit its checksum", cure)
         return content
 
-    def _csv(self, name: str, columns: Sequence[str] = (), **options: Any) -> pd.DataFrame:
+    def _csv(self, name: str, **columns: Any) -> pd.DataFrame:
         try:
-            found: pd.DataFrame = pd.read_csv(self.path / name, **options)
-            return found
-        except (FileNotFoundError, pd.errors.EmptyDataError):
-            return pd.DataFrame(columns=list(columns))
-        except (OSError, ValueError) as error:
-            raise _unreadable(self.path / name, error) from None
+            return read_rows(self.path / name, cure=_OTHER, **columns)
+        except FileNotFoundError:
+            return pd.DataFrame(columns=list(columns.get("needed") or ()))
 
     def _repr_html_(self) -> str:
         if not self.finished:
@@ -224,7 +223,7 @@ class RunFolder:
         if not (self.finished or self.begun):
             return
         if not (there := self.settings):
-            raise _unreadable(self.path / "config.yaml", "it is missing or empty")
+            raise unreadable(self.path / "config.yaml", "it is missing or empty", _OTHER)
         if different := differences(there, dict(settings)):
             raise UserError(
                 f"holds a run with other settings: {'; '.join(different)}",
@@ -235,15 +234,11 @@ class RunFolder:
 
 def read_predictions(path: str | Path) -> pd.DataFrame:
     """A predictions table; ids and class names stay text, whatever they spell, and numbers are the ones that were written."""
+    cure = "Run `gated-srp evaluate` again: it needs the column case and whole rows."
     try:
-        frame = pd.read_csv(path, dtype=_TEXT, keep_default_na=False, float_precision="round_trip")
-    except (OSError, ValueError) as error:
-        cure = "Run `gated-srp predict` again."
-        raise UserError(f"cannot be read as predictions ({error})", where=path, cure=cure) from None
-    if "case" not in frame:
-        cure = "Run `gated-srp evaluate` again."
-        raise UserError("no column 'case', so patients cannot be resampled", where=path, cure=cure)
-    return frame
+        return read_rows(Path(path), texts=_TEXT, needed=("case",), cure=cure)
+    except FileNotFoundError as error:
+        raise unreadable(path, error.strerror, cure) from None
 
 
 def settings_of(config: CohortConfig, *, arm: str, seed: int) -> dict[str, Any]:
@@ -299,7 +294,3 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _unreadable(path: Path, error: object, cure: str = "Choose another `out`.") -> UserError:
-    return UserError(f"cannot be read ({error})", where=path, cure=cure)

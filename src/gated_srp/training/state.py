@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gated_srp.bounded import try_out
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
 
@@ -71,6 +72,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         expected = hashlib.sha256(plain[:-2] + bytes(2)).hexdigest().encode()
         if mark.startswith(_MARK) and not mark.endswith(expected):  # versions 0.1 and 0.2 wrote none
             raise ValueError("it does not fit its checksum")
+        if not mark.startswith(_MARK):
+            try_out(_unpickle, path)
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if content.pop("format", 0) > FORMAT:
             raise UserError("written by a newer version of gated-srp", where=path, cure="Update gated-srp.")
@@ -81,6 +84,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         what = f"the saved state cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
         cure = "Remove this file to train from the start."
         raise UserError(what, where=path, cure=cure, kind="damaged") from error
+
+
+def _unpickle(path: Path) -> None:
+    torch.load(path, map_location="cpu", weights_only=True)
 
 
 def load_newest(path: Path) -> tuple[Checkpoint, tuple[Note, ...]]:

@@ -53,13 +53,7 @@ class TrainedRun:
         """From a run's folder, or its model.safetensors."""
         if isinstance(run, TrainedRun):
             return run
-        file = model_file(Path(run))
-        card = load_card(file)
-        temperature = card.get("temperature", 1.0)
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-            what = f"temperature {temperature!r} in its card, expected a number above 0"
-            raise UserError(what, where=file, cure="Train the run again, or correct its card.", kind="card")
-        return cls(Path(run), card)
+        return cls(Path(run), load_card(model_file(Path(run))))
 
     def load(self) -> SlideModel:
         """The model, on the CPU, in evaluation mode."""
@@ -68,10 +62,14 @@ class TrainedRun:
     @cached_property
     def task(self) -> Task:
         """What the outputs mean; a model that `gated-srp train` has not trained may have none, which is an error."""
+        cure = "Train the run again, or correct its card."
         try:
             return task_from_card(self.card)
         except UserError as error:
-            raise error.changed(where=str(self.path)) from None
+            raise error.changed(where=str(self.path), cure=error.cure or cure) from None
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"its card does not describe the task {self.card['task']!r} ({error!r:.200})"
+            raise UserError(what, where=str(self.path), cure=cure, kind="card") from None
 
     @property
     def width(self) -> int:

@@ -1,0 +1,249 @@
+"""What runs, models and studies say about themselves in files, read strictly: a schema for each, and what does not fit is a `UserError`.
+
+    facts = read_record(run / "metrics.json", Metrics, cure="Train it again.")
+
+Further entries are kept as they are, so that a file of a newer version is read; an entry that is known has its type and its bounds.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gated_srp.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LARGEST = 2**26  # bytes of a file of facts
+_SIZE = 2**20  # of a layer, a window, an image: what is larger was never trained
+
+Number = Annotated[float, Field(allow_inf_nan=False)] | None
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1, le=_SIZE)]
+Names = list[str]
+Scores = dict[str, dict[str, Number]]  # by level, then by metric
+
+
+class Record(BaseModel):
+    """Known entries, each optional, of exactly their type."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Environment(Record):
+    """environment.json"""
+
+    started: str | None = None
+    command: Names = []
+    versions: dict[str, str] = {}
+    device: str | None = None
+    devices: int | str | None = None
+    precision: str = "32"
+    threads: int = Field(default=1, ge=1, le=1024)
+    init: dict[str, Any] | None = None
+    slides_hash: str | None = None
+
+
+class Metrics(Record):
+    """metrics.json"""
+
+    cohort: str = ""
+    arm: str = ""
+    seed: int = 0
+    fold: int = 0
+    score: str = "slide"
+    select: str | None = None
+    split_hash: str | None = None
+    best_epoch: int | None = None
+    best_score: Number = None
+    temperature: Number = None
+    val: Scores | None = None
+    test: Scores | None = None
+
+
+class Settings(Record):
+    """config.yaml of a run, as far as it is used again"""
+
+    name: str = ""
+    task: str | None = None
+    score: str = "slide"
+    metric: str | None = None
+    arms: Names = []
+    seeds: list[int] = []
+    model: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+
+
+class Stride(Record):
+    value: Positive
+    unit: str
+    um: Positive | None = None
+
+
+class Images(Record):
+    size: Size
+    patch: Size
+
+
+class Features(Record):
+    mean: list[float]
+    std: list[float]
+
+
+class FollowUp(Record):
+    time: list[float]
+    event: list[int | bool | float]
+
+
+class Card(Record):
+    """The card of a model file"""
+
+    format: int = 0
+    settings: dict[str, Any]
+    task: str | None = None
+    classes: Names | None = None
+    bin_edges: list[float] | None = None
+    follow_up: FollowUp | None = None
+    median_risk: Number = None
+    encoder: str | None = None
+    stride: list[Stride] = []
+    images: Images | None = None
+    features: Features | None = None
+    temperature: Positive | None = None
+    window: int = Field(default=3, ge=1, le=_SIZE)
+    lattice: Literal["floor", "exact"] = "floor"
+    order: Literal["file", "raster"] = "file"
+    cap: int | None = Field(default=None, ge=1)
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+class Test(Record):
+    difference: Number = None
+    interval: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
+
+
+class Interval(Record):
+    low: Number = None
+    high: Number = None
+
+
+class Difference(Test):
+    """A row of comparison.json"""
+
+    cohort: str | None = None
+    arm: str = ""
+    metric: str = ""
+    mean: Number = None
+    std: Number = None
+    reference_mean: Number = None
+    reference_std: Number = None
+    p_holm: Number = None
+    claimed: bool = False
+    verdict: str = ""
+    corrected: Test | None = None
+    bootstrap: Interval | None = None
+
+
+class Comparison(Record):
+    """comparison.json"""
+
+    reference: str = ""
+    cohorts: list[Difference] = []
+    across: list[Difference] = []
+    notes: Names = []
+    runs: dict[str, str] = {}
+    quick: str | None = None
+
+
+def read_record(path: Path, record: type[Record], *, cure: str) -> dict[str, Any]:
+    """The content of a JSON file that fits the schema; FileNotFoundError where there is none."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"{path.stat().st_size:,} bytes, which is more than such a file can have")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(path, error, cure) from None
+    return checked(content, record, where=path, cure=cure)
+
+
+def checked(content: Any, record: type[Record], *, where: str | Path, cure: str) -> dict[str, Any]:
+    """The content as it is, if it fits."""
+    if not isinstance(content, dict):
+        raise unreadable(where, f"expected entries with names, found {_short(content)}", cure)
+    try:
+        record.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = first["msg"].removeprefix("Value error, ")
+        name = ".".join(map(str, first["loc"]))
+        raise unreadable(where, f"{name}: {said[:1].lower()}{said[1:]}, found {_short(first['input'])}", cure) from None
+    return content
+
+
+def unreadable(where: str | Path, error: object, cure: str) -> UserError:
+    return UserError(f"cannot be read ({' '.join(str(error).split())[:300]})", where=where, cure=cure, kind="damaged")
+
+
+def _short(value: Any) -> str:
+    return repr(value) if len(repr(value)) < 60 else f"{repr(value)[:56]} ..."
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(
+    path: Path, *, cure: str, texts: Sequence[str] | None = (), numbers: Sequence[str] = (), needed: Sequence[str] = ()
+) -> "pd.DataFrame":
+    """A CSV that this package wrote: whole lines of equally many cells, ``texts`` (None: all) as they are spelled.
+
+    ``numbers`` are numbers, ``needed`` columns are there. Other columns are numbers where all of their cells are, and text where
+    none is; what was cut short or overwritten is refused.
+    """
+    import pandas as pd
+
+    try:
+        text = path.read_bytes().decode("utf-8")
+        if text and not text.endswith("\n"):
+            raise ValueError("its last line is cut short")
+        lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        if not lines:
+            return pd.DataFrame(columns=list(needed))
+        if len(set(lines[0])) < len(lines[0]):
+            raise ValueError("a column is there twice")
+        if odd := next((i for i, line in enumerate(lines, 1) if len(line) != len(lines[0])), None):
+            raise ValueError(f"line {odd} has {len(lines[odd - 1])} cells, the header {len(lines[0])}")
+        if lacking := [name for name in needed if name not in lines[0]]:
+            raise ValueError(f"no column {lacking[0]!r}")
+        options: dict[str, Any] = {"keep_default_na": False, "float_precision": "round_trip", "skip_blank_lines": False}
+        kinds = str if texts is None else dict.fromkeys(texts, str)
+        frame = pd.read_csv(io.StringIO(text), dtype=kinds, **options)
+        return frame if texts is None or frame.empty else frame.assign(**_as_numbers(frame, texts, numbers))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, csv.Error, OverflowError) as error:
+        raise unreadable(path, error, cure) from None
+
+
+def _as_numbers(frame: "pd.DataFrame", texts: Sequence[str], numbers: Sequence[str]) -> Mapping[str, Any]:
+    import pandas as pd
+
+    found = {}
+    for name in frame.columns.difference(list(texts)):
+        column = frame[name]
+        if pd.api.types.is_bool_dtype(column) or not pd.api.types.is_numeric_dtype(column):
+            values = pd.to_numeric(column.astype(str).where(column.astype(str) != "", None), errors="coerce")
+            wrong = values.isna() & ~column.astype(str).str.lower().isin(["", "nan"])
+            if wrong.any() and (name in numbers or not wrong.all()):
+                raise ValueError(
+                    f"row {int(wrong.idxmax()) + 2}: {name} is {_short(column[wrong.idxmax()])}, no number"
+                )
+            if not wrong.any():
+                found[name] = values.astype(float)
+    return found
