@@ -223,7 +223,7 @@ def read_rows(
             raise ValueError(f"no column {lacking[0]!r}")
         options: dict[str, Any] = {"keep_default_na": False, "float_precision": "round_trip", "skip_blank_lines": False}
         kinds = str if texts is None else dict.fromkeys(texts, str)
-        frame = pd.read_csv(io.StringIO(text), dtype=kinds, **options)
+        frame: pd.DataFrame = pd.read_csv(io.StringIO(text), dtype=kinds, **options)
         return frame if texts is None or frame.empty else frame.assign(**_as_numbers(frame, texts, numbers))
     except FileNotFoundError:
         raise
@@ -241,9 +241,8 @@ def _as_numbers(frame: "pd.DataFrame", texts: Sequence[str], numbers: Sequence[s
             values = pd.to_numeric(column.astype(str).where(column.astype(str) != "", None), errors="coerce")
             wrong = values.isna() & ~column.astype(str).str.lower().isin(["", "nan"])
             if wrong.any() and (name in numbers or not wrong.all()):
-                raise ValueError(
-                    f"row {int(wrong.idxmax()) + 2}: {name} is {_short(column[wrong.idxmax()])}, no number"
-                )
+                row = wrong.tolist().index(True)
+                raise ValueError(f"row {row + 2}: {name} is {_short(column.tolist()[row])}, no number")
             if not wrong.any():
                 found[name] = values.astype(float)
     return found
