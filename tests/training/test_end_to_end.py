@@ -120,7 +120,7 @@ def test_classes_from_training_to_external_validation(folders, monkeypatch, capf
     assert found["value"] > 0.9 and found["low"] <= found["value"] <= found["high"]
 
     assert gated_srp(monkeypatch, "predict", run, "lab/table.csv", "-o", "none.csv") == 2
-    assert "none of 1 slides can be predicted; nothing was written" in capfd.readouterr().err
+    assert "no slide of 1 can be predicted; nothing was written" in capfd.readouterr().err
     assert not Path("none.csv").exists()
 
 

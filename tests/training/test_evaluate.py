@@ -117,10 +117,10 @@ def test_cases_are_scored_by_their_slides_mean(tmp_path):
 
 
 def test_a_run_on_its_own_cohort_warns_and_test_slides_keep_their_predictions(finished, cohort):
-    found = evaluate_run(finished, open_config(cohort), repeats=3)
+    found = evaluate_run(finished, open_config(cohort), repeats=3, allow_overlap=True)
     split = pd.read_csv(finished / "split.csv")
     used = int(split["split"].isin(["train", "val"]).sum())
-    assert any(f"{used} of 24 slides trained or validated this model" in str(note) for note in found.notes)
+    assert any(f"{used} of 24 slides are known to the model" in str(note) for note in found.notes)
     written = pd.read_csv(finished / "predictions_test_slide.csv").set_index("slide")
     columns = ["prob_benign", "prob_tumour"]
     mine = found.slides.set_index("slide").loc[written.index, columns].to_numpy()
@@ -134,7 +134,7 @@ def test_survival_uses_the_cards_edges_and_median_risk(tmp_path):
     inside = open_config(write_survival_cohort(tmp_path / "in"), train__epochs=2)
     run = train(inside, arm="na", seed=42).path
     outside = open_config(write_survival_cohort(tmp_path / "out", slides=18))
-    found = evaluate_run(run, outside, repeats=10)
+    found = evaluate_run(run, outside, repeats=10, allow_overlap=True)  # the generated ids are the same
     card = load_card(run / "model.safetensors")
     assert found.score == "case" and len(found.cases) == 18 < len(found.slides)
     high = found.cases["risk"] > card["median_risk"]

@@ -69,6 +69,9 @@ def predict(
     features_key: Annotated[str | None, Option(help="Name of the feature array, where it is unusual.")] = None,
     coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
     coords: Coords = None,
+    table: Annotated[
+        Path | None, Option(help="A spreadsheet of slides and patients, or a cohort's YAML: whose slides these are.")
+    ] = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -83,18 +86,23 @@ def predict(
     files = files_for(trained[0], features)
     say(f"model: {trained[0]}\n{counted(len(files), 'file')} in {features}", err=True)
     with show_progress() as progress:
-        keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "coords": coords}
+        keys: dict[str, Any] = {
+            "features_key": features_key,
+            "coords_key": coords_key,
+            "coords": coords,
+            "table": table,
+        }
         found = run(trained, files, **keys, stride=stride, force=force, workers=workers, progress=progress)
     _say(found.notes, found.skipped)
-    table = found.table
-    far = table[table["unlike_training"]].sort_values("training_distance", ascending=False)
+    rows = found.table
+    far = rows[rows["unlike_training"]].sort_values("training_distance", ascending=False)
     for slide, distance in zip(far["slide"].head(10), far["training_distance"], strict=False):
         words = "unlike the training slides: %s, %.1f times as far from them as the farthest of theirs"
         LOG.warning(words, slide, distance)
     if len(far) > 10:
         LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
     by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
-    say(f"{counted(len(table), 'slide')} predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
+    say(f"{counted(len(rows), 'slide')} predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
     for line in found.summary():
         say(line)
     say_written(found.write(output))
@@ -108,14 +116,17 @@ def evaluate(
     repeats: Repeats = 1000,
     seed: Annotated[int, Option(min=0, help="Of the resampling.")] = 0,
     force: Force = False,
+    allow_overlap: Annotated[
+        bool, Option("--allow-overlap", help="Score slides and patients of the model's training too; results say so.")
+    ] = False,
 ) -> None:
     """Score a run on another labelled cohort, with intervals over resampled patients."""
     from gated_srp.training.evaluate import evaluate as run_on
 
     _prepare_folder(output, output / "evaluation.json")
     with show_progress() as progress:
-        how = {"score": score, "repeats": repeats, "seed": seed, "force": force, "progress": progress}
-        found = run_on(run, cohort, **how)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"score": score, "repeats": repeats, "seed": seed, "force": force}
+        found = run_on(run, cohort, **how, allow_overlap=allow_overlap, progress=progress)
     _say(found.notes, found.skipped)
     for line in _report(found):
         say(line)
@@ -123,11 +134,15 @@ def evaluate(
 
 
 def _report(found: "Evaluation") -> list[str]:
+    from gated_srp.training.seen import overlap_in_words
+
     lines = [
         f"\n{found.run.path} on {found.cohort}: {counted(len(found.slides), 'slide')} of {counted(found.patients, 'patient')}, "
         f"scored by {found.score}",
         f"  {'metric':<20}{'value':>8}   95 % interval",
     ]
+    if words := overlap_in_words(list(found.slides["seen_in_training"])):
+        lines.insert(1, f"  NOT AN EXTERNAL VALIDATION: {words}")
     for row in found.metrics.to_dict("records"):
         name = f"  {row['metric']:<20}"
         if row["value"] != row["value"]:

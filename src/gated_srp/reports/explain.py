@@ -159,7 +159,7 @@ def predict_in_words(run: Path, file: Path, *, force: bool = False) -> Predictio
     except UserError as error:
         return Prediction({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]
-    left = ("slide", "file", "patches", "training_distance", "unlike_training")
+    left = ("slide", "case", "file", "patches", "training_distance", "unlike_training", "seen_in_training")
     answers = dict(in_words(str(name), value) for name, value in row.items() if name not in left)
     distance, unlike = float(row["training_distance"]), bool(row["unlike_training"])
     if distance != distance:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from gated_srp.files import write_whole
 from gated_srp.progress import Progress, silent
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Findings, Level
-from gated_srp.training.folder import RunFolder, defined
+from gated_srp.training.folder import defined
 from gated_srp.training.predict import run_models
+from gated_srp.training.seen import compare_with_training
 from gated_srp.training.trained import TrainedRun
 
 LEVEL = 0.05
@@ -70,6 +72,7 @@ class Evaluation:
             "bootstrap": {"resampled": "patients", "repeats": self.repeats, "seed": self.seed, "interval": 1 - LEVEL},
             "metrics": self.metrics.set_index("metric").to_dict("index"),
             "remarks": self.remarks,
+            "overlap": dict(Counter(filter(None, self.slides["seen_in_training"]))),
             "notes": [note.line for note in self.notes],
         }
         if self.findings is not None:
@@ -107,6 +110,7 @@ def evaluate(
     repeats: int = 1000,
     seed: int = 0,
     force: bool = False,
+    allow_overlap: bool = False,
     progress: Progress = silent,
 ) -> Evaluation:
     """Score a finished run on another labelled cohort, with intervals over resampled patients.
@@ -118,6 +122,7 @@ def evaluate(
         repeats: how often patients are resampled.
         seed: of the resampling.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
+        allow_overlap: score slides and patients that trained or validated the model too, which is else refused; the results say so.
         progress: called after each slide.
 
     Returns:
@@ -135,6 +140,7 @@ def evaluate(
     frame = data.table.frame
     frame = frame.assign(file=frame["slide"].map(data.matches.found)).dropna(subset="file").reset_index(drop=True)
     slides, notes = trained.task.matched(frame, data.table.classes, where=config.name)
+    notes += _overlap(trained, slides, where=config.name, allowed=allow_overlap)
     level: Level = score or trained.card.get("score", "slide")
     found = run_models(
         [trained],
@@ -152,13 +158,14 @@ def evaluate(
     predicted = found.slides[["slide", "case"]].assign(
         **columns, **{name: found.slides[name] for name in ("training_distance", "unlike_training")}
     )
+    predicted["seen_in_training"] = compare_with_training([trained.seen], found.slides)[0]
     cases = _by_case(trained.task, predicted, needed=level == "case")
     scored = predicted if level == "slide" else cases
     metrics = bootstrap(scored, trained.task.metrics, repeats=repeats, seed=seed)
     findings = trained.task.examine(cases, trained.card)
     if findings is not None:
         cases = cases.assign(**findings.columns)
-    said = (*data.notes, *notes, *found.notes, *_cautions(trained, predicted))
+    said = (*data.notes, *notes, *found.notes, *_cautions(predicted))
     return Evaluation(
         trained, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, findings
     )
@@ -220,6 +227,19 @@ def _fitting_config(run: TrainedRun, config: CohortConfig) -> CohortConfig:
     return config.model_copy(update={"encoder": run.encoder})
 
 
+def _overlap(run: TrainedRun, slides: pd.DataFrame, *, where: str, allowed: bool) -> tuple[Note, ...]:
+    """What to say of slides and patients that the model has seen; refused unless allowed."""
+    notes = compare_with_training([run.seen], slides)[1]
+    told = {note.kind: replace(note, what=f"{note.what}, so this is no external validation") for note in notes}
+    if "seen_in_training" in told and not allowed:
+        cure = (
+            "Leave them out of the table, or score them all the same with --allow-overlap (allow_overlap=True), which the results then "
+            "say. Ids are compared: other patients may happen to have the same."
+        )
+        raise UserError(told["seen_in_training"].what, where=where, cure=cure, kind="overlap")
+    return tuple(told[note.kind] if note.kind == "seen_in_training" else note for note in notes)
+
+
 def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:
     """One row per case; without truth where the slides of a case differ in it, unless it is needed."""
     try:
@@ -230,14 +250,7 @@ def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:
         return task.by_case(slides.drop(columns=list(task.truth)))
 
 
-def _cautions(run: TrainedRun, slides: pd.DataFrame) -> Iterator[Note]:
+def _cautions(slides: pd.DataFrame) -> Iterator[Note]:
     """Reasons to trust the numbers less."""
-    parts = RunFolder(run.path if run.path.is_dir() else run.path.parent).split
-    if parts is not None:
-        used = set(parts.loc[parts["split"].isin(["train", "val"]), parts.columns[0]])
-        again = int((slides["case"].isin(used) | slides["slide"].isin(used)).sum())
-        if again:
-            said = f"{again} of {len(slides)} slides trained or validated this model, so this is no external validation"
-            yield Note("warning", "seen_in_training", said)
     if unlike := int(slides["unlike_training"].sum()):
         yield Note("warning", "unlike_training", f"{counted(unlike, 'slide')} unlike the training slides")

@@ -15,11 +15,15 @@ import numpy as np
 import pandas as pd
 import torch
 
+from gated_srp.config.cohort import read_labels
+from gated_srp.config.load import load_config
+from gated_srp.data.columns import Header, id_columns
 from gated_srp.data.files.images import find_images
 from gated_srp.data.files.siblings import find_bags, nothing_found
 from gated_srp.data.loader import BagLoader, SlideBag
-from gated_srp.data.matching import slide_stem
+from gated_srp.data.matching import match_slides, slide_stem, tcga_patient
 from gated_srp.data.prepared import Preparation
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
@@ -28,6 +32,7 @@ from gated_srp.tasks.metrics import FEWEST
 from gated_srp.training.inputs import slide_mean
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
+from gated_srp.training.seen import compare_with_training
 from gated_srp.training.trained import FittingDataset, TrainedRun, average, open_runs
 
 if TYPE_CHECKING:
@@ -43,9 +48,10 @@ _MOST = 10  # kinds of warnings that are reported
 class Predictions:
     """One row per slide in ``table``, and what could not be predicted.
 
-    Columns: slide, file, patches; then, as in a run's own predictions, ``predicted``, ``prob_<class>`` (raw) and, where a temperature
-    was fitted, ``calibrated_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs their mean, and
-    ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the farthest of them) and ``unlike_training``.
+    Columns: slide, case (empty where unknown), file, patches; then, as in a run's own predictions, ``predicted``, ``prob_<class>`` (raw)
+    and, where a temperature was fitted, ``calibrated_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs their mean, and
+    ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the farthest of them) and
+    ``unlike_training``; ``seen_in_training``: that the model was trained or validated on the slide, or on its patient.
     """
 
     table: pd.DataFrame
@@ -85,6 +91,7 @@ def predict(
     features_key: str | None = None,
     coords_key: str | None = None,
     coords: str | Path | None = None,
+    table: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
@@ -98,6 +105,7 @@ def predict(
         features_key: name of the feature array, where it is unusual.
         coords_key: name of the array of positions, where it is unusual.
         coords: the folder of the positions, where it is not beside the features.
+        table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own, and the model's patients are found.
         stride: distance between patches, where what the file says is wrong.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
         workers: processes that read ahead.
@@ -115,16 +123,39 @@ def predict(
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     members = open_runs(several)
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
-    slides = pd.DataFrame({"slide": slide_names(files), "file": [str(file) for file in files]})
+    slides = _named(files, table)
     where = Path(coords) if coords else None
     reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
-    found = run_models(
-        members, slides.assign(case=slides["slide"]), reading=reading, force=force, workers=workers, progress=progress
-    )
-    about = found.slides.drop(columns="case")
-    answers = average(members, found.logits)
-    table = pd.concat([about[["slide", "file", "patches"]], answers, about.iloc[:, 3:]], axis=1)
-    return Predictions(table, found.skipped, found.notes, tuple(members))
+    found = run_models(members, slides, reading=reading, force=force, workers=workers, progress=progress)
+    about = found.slides
+    seen, notes = compare_with_training([run.seen for run in members], about)
+    named, likeness = about[["slide", "case", "file", "patches"]], about[["training_distance", "unlike_training"]]
+    answers = pd.concat([named, average(members, found.logits), likeness], axis=1).assign(seen_in_training=seen)
+    cures = {
+        "seen_in_training": "Their predictions are no test of it; see the column seen_in_training.",
+        "patients_unknown": "Name their spreadsheet with --table.",
+    }
+    said = tuple(replace(note, cure=cures.get(note.kind, "")) for note in notes)
+    return Predictions(answers, found.skipped, (*found.notes, *said), tuple(members))
+
+
+def _named(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFrame:
+    """slide, case and file: ids of the table where one is named, else names of files and patients of TCGA barcodes."""
+    names = slide_names(files)
+    ids = {str(file): (name, tcga_patient(name) or "") for file, name in zip(files, names, strict=True)}
+    if table is not None:
+        if Path(table).suffix in (".yaml", ".yml"):
+            frame = read_labels(load_config(table), map(Path, files)).frame
+        else:
+            cells, _ = read_frame(table)
+            columns = [name for key in ("slide", "case") for name in id_columns(cells, key)[:1]]
+            if len(columns) < 2:
+                raise Header(cells, Path(table)).error("no column of slides, or none of patients", "Name them so.")
+            frame = cells[columns].dropna().set_axis(["slide", "case"], axis=1)
+        cases = dict(zip(frame["slide"], frame["case"], strict=True))
+        ids |= {str(file): (slide, cases[slide]) for slide, file in match_slides(list(cases), files).found.items()}
+    rows = [(*ids[str(file)], str(file)) for file in files]
+    return pd.DataFrame(rows, columns=["slide", "case", "file"])
 
 
 def files_for(run: TrainedRun, place: str | Path) -> list[Path]:

@@ -21,6 +21,7 @@ from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.folder import RunFolder
 from gated_srp.training.inputs import FeatureStatistics, TrainingData, evenly, slide_mean
 from gated_srp.training.loop import Callbacks, Training, predict_logits, tied_epochs
+from gated_srp.training.seen import seen_card
 
 
 def validate(training: Training, inputs: TrainingData, callbacks: Callbacks) -> tuple[dict[str, float], float]:
@@ -76,6 +77,7 @@ def read_results(training: Training, inputs: TrainingData, callbacks: RunCallbac
         tables |= {(part, "slide"): slides, (part, "case"): cases}
         metrics[part] = {"slide": _metrics(inputs.task, slides), "case": _metrics(inputs.task, cases)}
     facts = _training_facts(training, inputs, callbacks) | {"calibration_slides": few}
+    facts["seen"] = seen_card(inputs.slides)
     return Results(tables, metrics, temperature, facts, remarks, {"rule": training.ties, "epochs": tied})
 
 

@@ -29,6 +29,7 @@ from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card
 from gated_srp.tasks.task import Columns
 from gated_srp.training.inputs import FeatureStatistics
+from gated_srp.training.seen import Seen, read_seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,6 +97,11 @@ class TrainedRun:
         """What its training slides looked like."""
         known = self.card.get("features")
         return None if known is None else FeatureStatistics(**known)
+
+    @cached_property
+    def seen(self) -> Seen | None:
+        """Which slides and patients trained and validated it; None where neither its card nor its folder says it."""
+        return read_seen(self.card, self.path if self.path.is_dir() else self.path.parent)
 
     def __str__(self) -> str:
         """What it predicts and from what, in one line."""
@@ -179,7 +185,11 @@ def open_slide(
     """
     name = slide_stem(file)
     slides = pd.DataFrame({"slide": [name], "case": [name], "file": [str(file)]})
-    return FittingDataset.fitting(TrainedRun.open(run), slides, reading, cache=None, force=force)[0]
+    trained = TrainedRun.open(run)
+    bag = FittingDataset.fitting(trained, slides, reading, cache=None, force=force)[0]
+    if not (word := trained.seen.of(name) if trained.seen else ""):
+        return bag
+    return replace(bag, warnings=(*bag.warnings, Note("warning", "seen_in_training", f"the model has seen it: {word}")))
 
 
 class FittingDataset(SlideDataset):

@@ -1,0 +1,123 @@
+"""Which slides and patients a model has seen: salted hashes in its card, and other slides compared with them.
+
+A hash is of a salt, drawn for each run and kept in its card, and an id. The ids themselves are not there: whoever has a list of
+ids can tell which of them are in the training, and nobody can read the list out of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from gated_srp.data.matching import slide_stem, tcga_patient
+from gated_srp.data.splits import Split
+from gated_srp.errors import Note, counted
+from gated_srp.training.folder import RunFolder
+
+_DIGITS = 20  # of a SHA-256 in hexadecimal: no two ids of any cohort share them by chance
+_PARTS = {"train": "training", "val": "validation"}
+
+
+def seen_card(slides: pd.DataFrame) -> dict[str, Any]:
+    """For a model's card, from the slides of a run (slide, case, file, part): the salt, and hashes by part of slides and patients."""
+    salt = secrets.token_hex(16)
+    card: dict[str, Any] = {"salt": salt}
+    for part in _PARTS:
+        own = slides[slides["part"] == part]
+        names = {slide_stem(name) for column in ("slide", "file") for name in own[column]}
+        patients = {
+            one for slide, case in zip(own["slide"], own["case"], strict=True) for one in patients_of(slide, case)
+        }
+        card[part] = {"slides": _hashes(salt, names), "patients": _hashes(salt, patients)}
+    return card
+
+
+def patients_of(slide: str, case: str = "") -> set[str]:
+    """Ids by which the patient of a slide may be known: the table's, and that of a TCGA barcode. A slide is no patient."""
+    barcode = tcga_patient(slide)
+    return ({case} if case and slide_stem(case) != slide_stem(slide) else set()) | ({barcode} if barcode else set())
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model has seen: hashes, each with its part (training, validation)."""
+
+    salt: str
+    slides: Mapping[str, str]
+    patients: Mapping[str, str]
+
+    def of(self, slide: str, case: str = "", file: str = "") -> str:
+        """``training slide``, ``validation slide``, ``training patient``, ``validation patient``, or nothing."""
+        names = {slide_stem(name) for name in (slide, file) if name}
+        for kind, known, ids in (("slide", self.slides, names), ("patient", self.patients, patients_of(slide, case))):
+            parts = {known.get(one) for one in _hashes(self.salt, ids)}
+            if part := next((part for part in _PARTS.values() if part in parts), None):
+                return f"{part} {kind}"
+        return ""
+
+
+def read_seen(card: Mapping[str, Any], folder: Path) -> Seen | None:
+    """From a model's card; of an older one from the split.csv beside the model; None where neither says it."""
+    if isinstance(stored := card.get("seen"), dict):
+        salt, parts = str(stored["salt"]), {part: stored.get(part) or {} for part in _PARTS}
+    elif (split := RunFolder(folder).split) is not None:
+        salt, unit = "", str(split.columns[0])
+        kind = "slides" if Split(unit, {}, "").by_slide else "patients"
+        stems = split[unit].map(slide_stem) if kind == "slides" else split[unit]
+        parts = {part: {kind: _hashes(salt, stems[split["split"] == part])} for part in _PARTS}
+    else:
+        return None
+    slides, patients = (
+        {one: _PARTS[part] for part in reversed(_PARTS) for one in parts[part].get(kind, ())}
+        for kind in ("slides", "patients")
+    )
+    return Seen(salt, slides, patients)
+
+
+def compare_with_training(known: Sequence[Seen | None], slides: pd.DataFrame) -> tuple[list[str], tuple[Note, ...]]:
+    """For each slide (columns slide, case, file) what models have seen of it, and what to say: of overlap, and of what is unknown."""
+    rows = list(zip(slides["slide"], slides["case"], slides["file"], strict=True))
+    found = [next((word for one in known if one and (word := one.of(*map(str, row)))), "") for row in rows]
+    notes = []
+    if any(one is None for one in known):
+        said = "the model's card does not say which slides it was trained on, so none can be told apart from them"
+        notes.append(Note("note", "seen_unknown", said))
+    if words := overlap_in_words(found):
+        notes.append(Note("warning", "seen_in_training", words))
+    unknown = sum(not patients_of(slide, case) and not word for (slide, case, _), word in zip(rows, found, strict=True))
+    if unknown and any(known):
+        who = f"the patient{'s' * (unknown > 1)} of {counted(unknown, 'slide')} {'are' if unknown > 1 else 'is'} not known"
+        notes.append(
+            Note("note", "patients_unknown", f"{who}, so only slides were compared with those of the training")
+        )
+    return found, tuple(notes)
+
+
+def overlap_in_words(found: Sequence[str]) -> str:
+    """
+    >>> overlap_in_words(["", "training slide", "validation patient", "validation patient"])
+    '3 of 4 slides are known to the model: 1 training slide, 2 slides of validation patients'
+    """
+    counts = Counter(filter(None, found))
+    listed = [
+        counted(counts[word], word) if kind == "slide" else f"{counted(counts[word], 'slide')} of {part} patients"
+        for kind in ("slide", "patient")
+        for part in _PARTS.values()
+        if (word := f"{part} {kind}") in counts
+    ]
+    verb = "is" if counts.total() == 1 else "are"
+    whole = f"{counts.total()} of {counted(len(found), 'slide')} {verb} known to the model"
+    return f"{whole}: {', '.join(listed)}" if counts else ""
+
+
+def _hashes(salt: str, ids: Iterable[str]) -> list[str]:
+    composed = (unicodedata.normalize("NFC", str(one).strip()) for one in ids)
+    return sorted({hashlib.sha256(f"{salt}{one}".encode()).hexdigest()[:_DIGITS] for one in composed})
