@@ -516,7 +516,7 @@ def test_a_picture_names_the_class_that_a_converted_model_predicts(tmp_path, mon
 
 def test_maps_with_gates_off_are_those_of_the_model_without_correction(tmp_path):
     file = write_trident(tmp_path, "s1", make_slide(1))
-    run = _run(tmp_path / "run")
+    run = _run(tmp_path / "run")[0]
     off = view_slide(run, file, gates="off")
     learned = view_slide(run, file)
     assert off.run.endswith("gates set to off")
@@ -525,6 +525,6 @@ def test_maps_with_gates_off_are_those_of_the_model_without_correction(tmp_path)
     np.testing.assert_allclose(theirs.values - mine.values, change.values, atol=1e-7)
     assert np.abs(change.values).max() > 1e-4
     with pytest.raises(UserError, match="no gates to set"):
-        view_slide(_run(tmp_path / "na", "na"), file, gates="off")
+        view_slide(_run(tmp_path / "na", "na")[0], file, gates="off")
     with pytest.raises(UserError, match="expected one of off"):
         view_slide(run, file, gates="sideways")
