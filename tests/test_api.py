@@ -14,9 +14,16 @@ import gated_srp
 HERE = Path(__file__).resolve().parents[1]
 SOURCE = HERE / "src" / "gated_srp"
 FLOWS = {"init", "check", "extract", "train", "predict", "evaluate", "compare", "tune", "reproduce", "stats", "heatmap"}
-FLOWS |= {"explain", "report", "load_model", "view", "simulate"}
+FLOWS |= {"explain", "report", "load_model", "view", "simulate", "readers", "score_readers"}
 OTHERS = {"GatedSRP", "PatchGraph", "attach", "trace", "UserError", "__version__"}
-QUICK = {"init", "stats", "load_model", "report", "heatmap"}  # seconds: they need not say how far they are
+QUICK = {
+    "init",
+    "stats",
+    "load_model",
+    "report",
+    "heatmap",
+    "score_readers",
+}  # seconds: they need not say how far they are
 
 
 def test_these_names_are_the_api():

@@ -24,8 +24,10 @@ __all__ = [
     "init",
     "load_model",
     "predict",
+    "readers",
     "report",
     "reproduce",
+    "score_readers",
     "simulate",
     "stats",
     "trace",
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from gated_srp.reports.explain import explain
     from gated_srp.reports.heatmap import heatmap
     from gated_srp.reports.page import report
+    from gated_srp.reports.readers import readers, score_readers
     from gated_srp.reports.viewer import view
     from gated_srp.simulation import simulate
     from gated_srp.slides.extract import extract
@@ -69,9 +72,11 @@ _HOMES = {
     "heatmap": "reports.heatmap",
     "init": "cohort_draft",
     "predict": "training.predict",
+    "readers": "reports.readers",
     "report": "reports.page",
     "reproduce": "study.reproduction",
     "simulate": "simulation",
+    "score_readers": "reports.readers",
     "stats": "study.comparison",
     "trace": "srp.trace",
     "train": "training.train",

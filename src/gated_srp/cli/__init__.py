@@ -76,6 +76,7 @@ app.command("simulate")(studies.simulate)
 app.command("heatmap")(slides.heatmap)
 app.command("explain")(slides.explain)
 app.command("view")(slides.view)
+app.command("readers")(slides.readers)
 app.command("report")(slides.report)
 app.command("convert")(runs.convert)
 

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from gated_srp.cli.options import Coords, Force, Magnification, Run, Size, Stride
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
+from gated_srp.errors import UserError
 
 
 def extract(
@@ -198,6 +199,37 @@ def view(
         say(f"written: {found.page} ({found.size / 1e6:.1f} MB with its folder, opens in any browser, loads nothing)")
         return
     serve(found, port=port, ready=lambda at: say(f"open {at} in a browser on this machine; Ctrl-C ends it"))
+
+
+def readers(
+    paths: Annotated[
+        list[Path], Argument(metavar="RUN_A RUN_B | ANSWERS...", help="Two runs; with --score, files of answers.")
+    ],
+    slides: Annotated[Path | None, Option(help="Feature files of the slides to show, a folder or one file.")] = None,
+    value: Annotated[str, Option("--value", "-v", help="What the maps show.")] = "attention",
+    wsi: Annotated[Path | None, Option(help="Folder with the slide images.")] = None,
+    seed: Annotated[int, Option(min=0, help="Of the order of slides and sides.")] = 0,
+    score: Annotated[bool, Option("--score", help="Score files of answers.")] = False,
+    key: Annotated[Path, Option(help="With --score: the key beside the page.")] = Path("readers/key.json"),
+    force: Force = False,
+    output: Annotated[Path, Option("--out", "-o", help="Folder of the page and its key.")] = Path("readers"),
+) -> None:
+    """Ask people which of two runs' maps they prefer, without telling them which is which; and score their answers."""
+    import gated_srp
+
+    if score:
+        found = gated_srp.score_readers(paths, key=key)
+        say(found.table.to_string(float_format="{:.3g}".format))
+        say(found.verdict)
+        return
+    if slides is None:
+        raise UserError("which slides?", where="--slides", cure="Name a folder of feature files, or one of them.")
+    with show_progress() as progress:
+        made = gated_srp.readers(
+            paths, slides, value=value, wsi=wsi, seed=seed, force=force, out=output, progress=progress
+        )
+    say(f"written: {made.page} ({made.pairs} {'pair' if made.pairs == 1 else 'pairs'}), for the readers")
+    say(f"written: {made.key}, which says what was on which side: keep it to yourself")
 
 
 def report(

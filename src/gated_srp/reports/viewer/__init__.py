@@ -218,7 +218,7 @@ def view(
                 _LOG.warning("%s", note)
             found.append(ViewedSlide(file, place))
         else:
-            found += [ViewedSlide(file, _image(file, wsi)) for file in feature_files(place, paths)]
+            found += [ViewedSlide(file, image_in(file, wsi)) for file in feature_files(place, paths)]
     reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
     viewer = Viewer(found, paths, reading=reading, force=force)
     if export is None:
@@ -229,7 +229,7 @@ def view(
         viewer.close()
 
 
-def _image(file: Path, wsi: str | Path | None) -> Path | None:
+def image_in(file: Path, wsi: str | Path | None) -> Path | None:
     """The image named, or the one of the slide's name in the folder named."""
     if wsi is None or Path(wsi).is_file():
         return None if wsi is None else Path(wsi)
