@@ -181,3 +181,16 @@ def test_pt_files_of_clam_pass_check_and_report_their_positions(tmp_path):
     found = check(path)
     assert found.errors == () and found.facts["files"]["usable"] == 8
     assert [one["stride"] for one in found.facts["strides"]] == ["512 px"]
+
+
+def test_check_says_how_many_folds_an_imported_split_has_and_which_is_used(tmp_path):
+    path = clam_cohort(tmp_path, more="split: splits\n")
+    (tmp_path / "splits").mkdir()
+    for k in range(3):
+        rows = [
+            f"{i},{a},{b},{c}" for i, (a, b, c) in enumerate([("s0", "s2", "s4"), ("s1", "s3", "s5"), ("s6", "", "")])
+        ]
+        (tmp_path / "splits" / f"splits_{k}.csv").write_text("\n".join([",train,val,test", *rows]) + "\n")
+    notes = [note.what for note in of_kind(check(path), "split") if note.level == "note"]
+    assert "fold 0 of the 3 folds of splits is used; `folds: 3` uses all" in notes
+    assert "1 slides of the table are in no part and are left out" in notes

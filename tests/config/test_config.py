@@ -256,7 +256,7 @@ def test_every_patient_tests_once_over_the_folds(cohort):
     data = open_cohort(load_config(cohort("table: slides.csv\nfeatures: job\nfolds: 4\n")))
     tested = [unit for fold in range(4) for unit, part in data.split(42, fold).parts.items() if part == "test"]
     assert sorted(tested) == sorted(f"p{i}" for i in range(12))
-    with pytest.raises(UserError, match="has 4, counted from 0"):
+    with pytest.raises(UserError, match="has 4 folds, counted from 0"):
         data.split(42, 4)
 
 

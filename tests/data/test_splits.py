@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_srp.data import published as published_splits
-from gated_srp.data.imported_splits import import_split
+from gated_srp.data.imported_splits import count_folds, import_split
 from gated_srp.data.splits import (
     Split,
     assign_parts,
@@ -450,3 +450,42 @@ def test_parts_of_another_size_than_adps_are_spoken_of(tmp_path: Path) -> None:
             np.save(tmp_path / f"{name}.npy", part)
         notes = published_splits.from_row_files(table, tmp_path).notes
         assert len(notes) == len(said) and all(part in note.what for part, note in zip(said, notes, strict=True))
+
+
+def _clam_folds(folder):
+    for k in range(4):
+        (folder / f"splits_{k}.csv").write_text(",train,val,test\n0,s1,s2,s3\n")
+        (folder / f"splits_{k}_bool.csv").write_text(",train,val,test\ns1,True,False,False\n")
+        (folder / f"splits_{k}_descriptor.csv").write_text(",train\n")
+    return folder
+
+
+def _panther_folds(folder):
+    for k in range(3):
+        (folder / f"TCGA_KIRC_overall_survival_k={k}").mkdir()
+    return folder
+
+
+def _stamp_folds(folder):
+    (folder / "splits.json").write_text('{"splits": [{}, {}]}')
+    return folder / "splits.json"
+
+
+def _columns(folder, text):
+    (folder / "k=all.tsv").write_text(text)
+    return folder / "k=all.tsv"
+
+
+@pytest.mark.parametrize(
+    ("write", "number"),
+    [
+        (_clam_folds, 4),
+        (_panther_folds, 3),
+        (_stamp_folds, 2),
+        (lambda folder: _columns(folder, "slide_id\tfold_0\tfold_1\ns1\ttrain\ttest\n"), 2),
+        (lambda folder: _columns(folder, "slide_id\tsplit\ns1\ttrain\n"), 1),
+        (lambda folder: folder / "gone.csv", 1),
+    ],
+)
+def test_the_folds_of_every_form_of_split_are_counted(write, number, tmp_path):
+    assert count_folds(write(tmp_path)) == number

@@ -49,7 +49,9 @@ def test_train_takes_a_yaml_or_a_config_and_changed_settings(cohort, tmp_path):
     by_config = gated_srp.train(open_config(cohort), arm="na", out=tmp_path / "b", settings=few)
     pd.testing.assert_frame_equal(by_file.history, by_config.history)
     assert by_file.path == tmp_path / "a" / "toy" / "na" / "seed42"
-    assert {event.stage for event in events} == {"bags", "train"} and events[-1].text.endswith(by_last(by_file))
+    assert {event.stage for event in events} == {"files", "bags", "train"} and events[-1].text.endswith(
+        by_last(by_file)
+    )
     with pytest.raises(UserError, match=r"settings: train\.epochs: Input should be greater than or equal to 1"):
         gated_srp.train(open_config(cohort), settings={"train.epochs": 0})
 

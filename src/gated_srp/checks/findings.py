@@ -143,7 +143,11 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
     usable = {slide for slide, path in data.matches.found.items() if path not in set(broken)}
     frame = data.table.frame
     lacking: dict[tuple[Level, str], list[str]] = defaultdict(list)
+    said: dict[Note, list[str]] = defaultdict(list)
     for name, split in splits.items():
+        for note in split.notes:
+            if note.level == "note":  # which fold of a file is used; what is lacking is found below
+                said[note].append(name)
         parts = assign_parts(split, data.table)
         if outside := int(parts.isna().sum()):
             lacking["warning", f"{outside:,} slides of the table are in no part of the split"].append(name)
@@ -158,6 +162,8 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
     cure = "Use more slides, other seeds or fewer folds, or bring a split of your own with `split`."
     for (level, what), names in lacking.items():
         yield Note(level, "split", what, tuple(names), cure)
+    for note, names in said.items():
+        yield replace(note, where=tuple(names), cure=note.cure or "Nothing to do, if this is what you want.")
 
 
 # Facts in words ------------------------------------------------------------------------------------------------------

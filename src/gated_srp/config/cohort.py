@@ -20,7 +20,7 @@ from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothin
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.matching import Matches, match_features, several_files
 from gated_srp.data.prepared import READING, Preparation
-from gated_srp.data.splits import Split, assign_parts, k_folds, own_split, site_folds
+from gated_srp.data.splits import Split, assign_parts, check_fold, k_folds, own_split, site_folds
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
 from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
@@ -282,14 +282,11 @@ class CohortData:
         """The split of a seed (and of a fold): imported, published, or drawn by patient."""
         config, table = self.config, self.table
         number = config.folds.number if config.folds else 1
-        if not 0 <= fold < number:
-            what = f"this cohort has {number}, counted from 0"
-            raise UserError(what, where=f"fold {fold}", cure="Set `folds` for more.", kind="split")
         if config.split is not None:
-            path = str(config.split).replace("{seed}", str(seed)).replace("{fold}", str(fold))
-            from gated_srp.data.imported_splits import import_split
+            from gated_srp.data.imported_splits import import_fold
 
-            return import_split(path, table, fold=fold, seed=seed)
+            return import_fold(config.split, table, fold=fold, folds=number if config.folds else None, seed=seed)
+        check_fold(fold, number)
         if config.folds:
             return (site_folds if config.folds.by == "site" else k_folds)(table, number, seed)[fold]
         if config.preset and config.labels:

@@ -9,18 +9,21 @@
 """
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pandas as pd
 
 from gated_srp.data.columns import id_columns, listed, plain, usual_columns
 from gated_srp.data.matching import slide_stem
-from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, validation_of
+from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, check_fold, validation_of
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 
 _WORDS = {
     **{"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"},
@@ -28,6 +31,7 @@ _WORDS = {
 }
 # Pairs of id and part as the file has them, before the table says whether ids are slides or patients; whether val is the test.
 _Read = tuple[list[tuple[str, str]], bool]
+_FOLD = re.compile(r"(?:splits_|.*k=|fold_?)(\d+)(?:\.csv)?")  # CLAM's file, PANTHER's folder, Patho-Bench's column
 _TRUE = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -50,6 +54,41 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
         split = _with_validation(split, table, seed)
     assign_parts(split, table)  # raises when a patient crosses
     return split
+
+
+def import_fold(template: str | Path, table: Table, *, fold: int, folds: int | None, seed: int) -> Split:
+    """The split of a cohort: ``{seed}`` and ``{fold}`` in its name are filled in. ``folds``: how many the cohort sets, if it does."""
+
+    def named(number: int) -> Path:
+        return Path(str(template).replace("{seed}", str(seed)).replace("{fold}", str(number)))
+
+    apart = named(0) != named(1)
+    available = next(number for number in count(1) if not named(number).exists()) if apart else count_folds(named(0))
+    check_fold(fold, folds or 1, available)
+    if folds and folds > available:
+        what = f"`folds: {folds}`, but the split has {counted(available, 'fold')}"
+        cure = f"Set `folds: {available}`." if available > 1 else "Remove `folds`."
+        raise UserError(what, where=template, cure=cure, kind="split")
+    split = import_split(named(fold), table, fold=fold, seed=seed)
+    if available == 1:
+        return split
+    hint = "" if folds else f"; `folds: {available}` uses all"
+    which = _noted(f"fold {fold} of the {available} folds of {Path(template).name} is used{hint}")
+    return replace(split, notes=(which, *split.notes))
+
+
+def count_folds(path: Path) -> int:
+    """How many folds there are in a split's file or folder; 1 where it cannot be read, which reading it will say."""
+    try:
+        if path.is_dir():
+            found = {match[1] for file in path.iterdir() if (match := _FOLD.fullmatch(file.name))}
+        elif path.suffix.lower() == ".json":
+            found = set(range(len(json.loads(path.read_text(encoding="utf-8"))["splits"])))
+        else:
+            found = {match[1] for name in read_frame(path)[0] if (match := _FOLD.fullmatch(plain(str(name))))}
+    except (OSError, ValueError, KeyError, TypeError):  # a UserError is a ValueError
+        return 1
+    return len(found) or 1
 
 
 def _read_folder(path: Path, fold: int) -> _Read:

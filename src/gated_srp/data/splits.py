@@ -18,7 +18,7 @@ import pandas as pd
 
 from gated_srp.data.columns import USUAL, plain
 from gated_srp.data.table import Table
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import whole
 
 PARTS = ("train", "val", "test")
@@ -197,6 +197,17 @@ def _sites(table: Table) -> dict[str, str]:
         what = f"{int((spread > 1).sum())} patients have slides of several sites ({who})"
         raise UserError(what, cure="Give each patient one site.", kind="split")
     return dict(table.cases["site"])
+
+
+def check_fold(fold: int, number: int, available: int = 1) -> None:
+    """Refuse a fold that a cohort of so many has not; ``available``: how many its split has."""
+    if not 0 <= fold < number:
+        more = available > number
+        what = f"this cohort has {counted(number, 'fold')}, counted from 0" + (
+            f"; its split has {available}" if more else ""
+        )
+        cure = f"Set `folds: {available}`, then choose with --fold." if more else "Set `folds` for more."
+        raise UserError(what, where=f"fold {fold}", cure=cure, kind="split")
 
 
 def _check_folds(folds: int, available: int, what: str) -> None:

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -212,6 +213,20 @@ class RunFolder:
             yield
         finally:
             lock.release()
+
+    @contextmanager
+    def nothing_unbegun(self) -> Iterator[None]:
+        """A run that is refused before it has begun leaves no folder of its own behind. Within `lock`."""
+        new = {path.name for path in self.path.iterdir()} <= {".lock"}
+        try:
+            yield
+        except UserError:
+            if new and not (self.begun or self.finished):
+                shutil.rmtree(self.path, ignore_errors=True)
+                with suppress(OSError):  # those of the arm and of the cohort, if nothing else is in them
+                    self.path.parent.rmdir()
+                    self.path.parent.parent.rmdir()
+            raise
 
     def leftovers(self) -> list[Path]:
         """Files that a process left which was killed while it wrote, or just before it removed its states."""

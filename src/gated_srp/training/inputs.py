@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, slide_dataset
-from gated_srp.data.cache import files_of
+from gated_srp.data.cache import files_of, identify
 from gated_srp.data.loader import SlideDataset
+from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.data.splits import Split
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import full_hash, sampled_hash
+from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Level
 from gated_srp.training.folder import RunFolder
@@ -80,10 +83,10 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     data = open_cohort(config)
     split = data.split(seed, fold)
     slides = data.with_parts(split)
-    _check_parts(slides, split, data)
+    lacking = _check_parts(slides, split, data)
     task = data.table.kind.fit(slides[slides["part"] == "train"], data.table.classes, config.metric)
     bags = slide_dataset(config, slides, task.encode(slides))
-    inputs = TrainingData(slides, split, task, bags, config.score, (*data.notes, *split.notes))
+    inputs = TrainingData(slides, split, task, bags, config.score, (*data.notes, *split.notes, *lacking))
     if config.score == "case" and inputs.mixed_truth(slides):
         truth = " or ".join(task.truth)
         raise UserError(
@@ -93,7 +96,8 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     return inputs
 
 
-def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:
+def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> list[Note]:
+    """Refuse parts without which nothing can be learnt; gives what the training part lacks besides."""
     counts = slides["part"].value_counts()
     absent: Iterable[str] = [part for part in ("train", "val") if not counts.get(part, 0)]
     if absent:
@@ -104,6 +108,48 @@ def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> None:
             where=data.config.name,
             cure="Add slides or files, or give your own `split`.",
         )
+    lacking = list(data.table.kind.lacks(slides[slides["part"] == "train"], data.table.classes, "train"))
+    for note in lacking:
+        if note.level == "error":
+            cure = "Add slides or files, another seed, or give your own `split`."
+            raise UserError(note.what, where=data.config.name, cure=cure, kind=note.kind)
+    return lacking
+
+
+def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
+    """Open the files of all parts, features aside: what a run would fail at after hours is refused before it begins."""
+    headers: list[tuple[Path, int, str | None]] = []
+    errors: list[tuple[int, UserError]] = []
+    files, settings = inputs.bags.files, inputs.bags.settings
+    for row, file in enumerate(files):
+        try:
+            headers.append((file, *_header(file, identify(file, settings.coords), settings)))
+        except UserError as found:
+            errors.append((row, found))
+        progress(Event("files", row + 1, len(files)))
+    for row, error in errors:
+        where = f"{files[row]} (slide {inputs.slides['slide'][row]!r}, in {inputs.slides['part'][row]})"
+        more = f"; {counted(len(errors) - 1, 'more file')} of {len(files)} cannot be used" if len(errors) > 1 else ""
+        raise error.changed(what=f"{error.what}{more}", where=where, cure=f"{error.cure} {_LEAVE_OUT}".strip())
+    if len({width for _, width, _ in headers}) == 1 >= len({name for _, _, name in headers if name}):
+        return
+    from gated_srp.checks import findings, survey  # not above: it is rarely needed
+
+    facts = [survey.FileFacts(file, width=width, encoder=name) for file, width, name in headers]
+    for note in findings.of_encoders(facts):
+        if note.level == "error":
+            where = ", ".join(note.where[:3]) + (", ..." if len(note.where) > 3 else "")
+            raise UserError(note.what, where=where, cure=f"{note.cure} {_LEAVE_OUT}", kind=note.kind)
+
+
+_LEAVE_OUT = "`exclude` leaves slides out: `gated-srp check COHORT --quarantine broken.txt` writes a list for it."
+
+
+@lru_cache(maxsize=2**16)  # the runs of a study read the same files
+def _header(file: Path, identity: str, settings: Preparation) -> tuple[int, str | None]:
+    """Width and encoder."""
+    header = open_header(file, settings)
+    return header.shape[1], header.encoder
 
 
 # The files it learns from, known again ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gated_srp.config.cohort import CohortConfig
+from gated_srp.config.cohort import CohortConfig, open_cohort
 from gated_srp.config.load import with_changes
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
@@ -22,7 +22,7 @@ from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
 from gated_srp.training.folder import RunFolder, environment, settings_of, versions
-from gated_srp.training.inputs import TrainingData, fingerprints, load_inputs, refuse_other_inputs
+from gated_srp.training.inputs import TrainingData, check_files, fingerprints, load_inputs, refuse_other_inputs
 from gated_srp.training.loop import Training, fit, memory_error
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
 from gated_srp.training.ranks import Ranks, accelerator, choose_precision, launch
@@ -57,7 +57,7 @@ def train(
         devices: processes that share the bags of each update; the numbers stay the same up to rounding.
         save_every: seconds between saved states within an epoch.
         deep: know feature files again by all of their bytes, not by a sample of them.
-        progress: called after each bag (stage ``bags``), and with a line of text (stage ``train``) after each epoch.
+        progress: called after each file's header (stage ``files``) and each bag (``bags``), and with a line of text (stage ``train``) after each epoch.
 
     Returns:
         The finished run's folder, OUT/COHORT/ARM/seed42: ``path``, ``metrics("test")``, ``history``, ``gates``,
@@ -73,11 +73,12 @@ def train(
     seed = config.seeds[0] if seed is None else seed
     job = Job(config, arm, seed, fold, init=Path(init) if init else None, devices=devices, deep=deep)
     run = job.run
+    _check(job)
     if run.finished:
         _leave_alone(job)
         progress(Event("train", text=f"{run.path}: finished before; nothing to do"))
         return run
-    _check(job)
+    run.refuse_other_settings(job.settings)
     recorded = run.environment if run.begun else {}
     precision = choose_precision(recorded.get("precision", config.train.precision), accelerator())
     launch(partial(_work, job=job, save_every=save_every), devices, precision, progress)
@@ -106,11 +107,13 @@ class Job:
 
 
 def _check(job: Job) -> None:
-    """Refusals that need no data."""
+    """Refusals that come first: a fold without a folder of its own would pass for the first."""
     if job.arm not in ARMS:
         build_model(job.arm, in_dim=1, num_outputs=1)  # says which there are
     if job.devices < 1:
         raise UserError(f"{job.devices}, expected 1 or more.", where="devices")
+    if not 0 <= job.fold < (job.config.folds.number if job.config.folds else 1):
+        open_cohort(job.config).split(job.seed, job.fold)  # says how many there are
 
 
 def _leave_alone(job: Job) -> None:
@@ -143,18 +146,20 @@ def _refuse_other_start(job: Job, precision: str) -> None:
 def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float) -> None:
     """What each rank does: rank 0 holds the folder, all compute."""
     run = job.run
-    with run.lock() if ranks.first else nullcontext():
+    inputs = load_inputs(job.config, job.seed, job.fold)
+    if not run.begun:  # a run that goes on knows its files again by their fingerprints
+        check_files(inputs, progress if ranks.first else silent)
+    with run.lock() if ranks.first else nullcontext(), run.nothing_unbegun() if ranks.first else nullcontext():
         if ranks.first:
             _refuse_other_start(job, ranks.precision)
         if ranks.agree(run.finished):  # someone else finished it meanwhile
             return
         with stop_on_signals() as stop:
-            _train(job, RunCallbacks(run, ranks, progress, stop, save_every))
+            _train(job, inputs, RunCallbacks(run, ranks, progress, stop, save_every))
 
 
-def _train(job: Job, callbacks: RunCallbacks) -> None:
+def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
     run, ranks = job.run, callbacks.ranks
-    inputs = load_inputs(job.config, job.seed, job.fold)
     if not run.begun:
         for note in inputs.notes:
             callbacks.say(note.line)
