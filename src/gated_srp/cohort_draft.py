@@ -294,7 +294,8 @@ def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str,
         draft.suggest("classes", [name for name in order if name not in doubtful], "to set their order")
         draft.saw(f"{columns.target}: {_examples(frame[str(columns.target)])}")
         if doubtful:
-            question = f"are {', '.join(map(repr, doubtful))} classes, or words for a label that is missing?"
+            words = "a class, or a word" if len(doubtful) == 1 else "classes, or words"
+            question = f"{', '.join(map(repr, doubtful))}: {words} for a label that is missing?"
             draft.offer(
                 "missing", [(doubtful, "missing: leave these rows out"), ([], "classes like the others")], question
             )
@@ -312,10 +313,15 @@ def _offer_targets(draft: Draft, frame: pd.DataFrame) -> None:
     draft.say("CHOOSE: what is to be predicted? Remove the # of one line for classes:")
     for name in [*usual, *classes] or ["label"]:
         draft.suggest("target", name, _examples(frame[name]) if name in frame else "")
+    if not (times or status):
+        draft.say(
+            "For survival write `time: COLUMN`, and `event: COLUMN` (1 = seen) or `censorship: COLUMN` (1 = censored)."
+        )
+        return
     draft.say("or of a time and of a line that says who had the event, for survival:")
-    for name in times or ["time"]:
+    for name in times or ["COLUMN"]:
         draft.suggest("time", name)
-    for key, name in status or [("event", "event")]:
+    for key, name in status or [("event", "COLUMN")]:
         draft.suggest(key, name, _MEANINGS[key])
 
 

@@ -23,11 +23,13 @@ def joined(what: str, where: str = "", cure: str = "") -> str:
 
 def counted(number: int, name: str) -> str:
     """
-    >>> counted(1, "slide"), counted(1234, "slide"), counted(2, "class"), counted(2, "entry")
-    ('1 slide', '1,234 slides', '2 classes', '2 entries')
+    >>> counted(1, "slide"), counted(1234, "slide"), counted(2, "patch"), counted(2, "entry"), counted(2, "epoch")
+    ('1 slide', '1,234 slides', '2 patches', '2 entries', '2 epochs')
     """
     if number != 1:
-        name = f"{name[:-1]}ies" if name.endswith("ry") else f"{name}{'es' if name.endswith(('s', 'x', 'ch')) else 's'}"
+        name = (
+            f"{name[:-1]}ies" if name.endswith("ry") else f"{name}{'es' if name.endswith(('s', 'x', 'tch')) else 's'}"
+        )
     return f"{number:,} {name}"
 
 

@@ -120,7 +120,7 @@ def test_empty_cells_as_tcga_writes_them_are_empty_and_it_is_said(tmp_path: Path
     )
     frame, notes = read_frame(tmp_path / "t.tsv")
     assert frame["grade"].tolist() == ["G1", None, None]
-    assert "2 cells that say '-- or [Not Available]" in notes[0].what
+    assert "2 cells with '-- or [Not Available]" in notes[0].what
 
 
 def test_decomposed_umlauts_of_files_tables_and_splits_match_composed_ones(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_words_for_missing_stay_labels_if_told_so_and_an_empty_cell_is_missing_i
     assert table.classes == ("NA", "None", "nan", "null")
     assert rows(table, "slide", "case", "label") == [("a", "1", 0), ("b", "2", 1), ("c", "3", 2), ("d", "4", 3)]
     assert table.dropped == ("row 6 (e): no label",)
-    assert "dropped 1 rows: no label (e)" in [note.what for note in table.notes]
+    assert "dropped 1 row: no label (e)" in [note.what for note in table.notes]
 
 
 @pytest.mark.parametrize("word", ["unknown", "n/a", "-", "Unbekannt", "#N/A", "not reported"])
@@ -199,7 +199,7 @@ def test_a_slide_with_two_labels_is_refused_and_one_repeated_is_taken_once(tmp_p
         read_table(write(tmp_path, "slide_id,case_id,label\na,1,0\na,1,1\n"))
     table = read_table(write(tmp_path, "slide_id,case_id,label\na,1,0\na,1,0\nb,2,1\n"))
     assert list(table.frame["slide"]) == ["a", "b"]
-    assert any("repeat a slide" in note.what for note in table.notes)
+    assert any("1 row repeats a slide" in note.what for note in table.notes)
 
 
 def test_a_full_path_is_no_longer_absolute_and_still_finds_its_file(tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def of_table(table: Table) -> Iterator[Note]:
         if note.level == "warning":
             yield replace(note, where=("table",), cure=note.cure or "Look at the table.")
     if table.dropped:
-        what = f"{len(table.dropped):,} rows of the table were dropped"
+        what = (
+            f"{counted(len(table.dropped), 'row')} of the table {'was' if len(table.dropped) == 1 else 'were'} dropped"
+        )
         yield Note("warning", "dropped_rows", what, table.dropped, "Fill in what they lack, or leave them out.")
 
 

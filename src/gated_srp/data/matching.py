@@ -187,15 +187,18 @@ def several_files(matches: Matches, column: str | None = None) -> Iterator[Note]
             for slide in slides:
                 what = f"slide {slide} has {number} feature files, so none is used"
                 places = tuple(map(str, matches.several[slide]))
-                cure = "Keep one, or name the folder more exactly."
+                kind, cure = "several_files", "Keep one, or name the folder more exactly."
                 if len({_key(file) for file in matches.several[slide]}) > 1:  # the id begins several names
                     instead = (
                         f"write `case: {column}` instead of `slide: {column}`"
                         if column
                         else "name its column with `case`"
                     )
-                    cure = f"If each row is a patient with several slides, {instead} in the YAML."
-                yield Note("error", "several_files", what, places, cure)
+                    kind, cure = (
+                        "several_slides",
+                        f"If each row is a patient with several slides, {instead} in the YAML.",
+                    )
+                yield Note("error", kind, what, places, cure)
             continue
         above = Path(os.path.commonpath(folders))
         names = " and ".join(str(folder.relative_to(above)) for folder in folders)

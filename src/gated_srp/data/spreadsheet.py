@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 
 _EMPTY = {"'--", "[not available]", "[not applicable]", "[not evaluated]", "[unknown]", "[discrepancy]", "[pending]"}
 _UNNAMED = re.compile(r"Unnamed: \d+(_level_\d+)?")  # what pandas calls a column without a name
@@ -47,7 +47,7 @@ def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFr
     marks = frame.map(lambda cell: isinstance(cell, str) and cell.casefold() in _EMPTY)
     if count := int(marks.to_numpy().sum()):
         frame = frame.mask(marks, None)
-        said = f"{path.name}: {count} cells that say '-- or [Not Available], as TCGA writes nothing, are read as empty"
+        said = f"{path.name}: {counted(count, 'cell')} with '-- or [Not Available], TCGA's marks of an empty cell, read as empty"
         notes += (Note("note", "table", said),)
     return frame, notes
 

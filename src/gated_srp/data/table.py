@@ -16,7 +16,7 @@ import pandas as pd
 from gated_srp.data.columns import NO_CASE, Columns, id_columns, listed, possible_patients, resolve_columns
 from gated_srp.data.matching import files_of_cases, slide_stem, tcga_patient
 from gated_srp.data.spreadsheet import read_frame
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.tasks import Task, find_task
 from gated_srp.tasks.task import first_rows
 
@@ -173,7 +173,7 @@ def _ask_about(table: Table, where: Path) -> None:
     if not doubtful or "label" not in table.frame:
         return
     counts = {name: int((table.frame["label"] == table.classes.index(name)).sum()) for name in doubtful}
-    said = ", ".join(f"{name!r} ({count} slide{'' if count == 1 else 's'})" for name, count in counts.items())
+    said = ", ".join(f"{name!r} ({counted(count, 'slide')})" for name, count in counts.items())
     cure = f"Write `missing: [{', '.join(map(_quoted, doubtful))}]` to leave these rows out, or `missing: []` to keep them as classes."
     what = f"{said}: {'a class' if len(doubtful) == 1 else 'classes'}, or words for a label that is missing?"
     raise UserError(what, where=where, cure=cure, kind="missing_labels")
@@ -195,7 +195,10 @@ def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: _Log) 
             raise UserError(what, where=log.where, cure="Correct the table.", kind="contradiction")
     repeated = rows["slide"].duplicated()
     if repeated.any():
-        log.note(f"{int(repeated.sum())} rows repeat a slide with the same label; each slide is taken once")
+        count = counted(int(repeated.sum()), "row")
+        log.note(
+            f"{count} repeat{'s' if repeated.sum() == 1 else ''} a slide with the same label; each slide is taken once"
+        )
     return rows[~repeated]
 
 
@@ -227,7 +230,7 @@ class _Log:
         names = [name if isinstance(name, str) else "no id" for name in ids]
         self.dropped += [f"row {row} ({name}): {reason}" for row, name in zip(lost["row"], names, strict=True)]
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        self.note(f"dropped {len(names)} rows: {reason} ({shown})")
+        self.note(f"dropped {counted(len(names), 'row')}: {reason} ({shown})")
         return rows[~gone].copy()
 
 
