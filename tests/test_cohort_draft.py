@@ -246,3 +246,9 @@ def test_target_patients_and_a_slide_table_can_be_named(home, app_of):
         draft_cohort(home / "job", home / "clinical.csv", home, target="KRASS")
     two = draft_cohort(home / "job", table(home, A=list("010101"), B=list("110011")), home, target=["A", "B"])
     assert yaml.safe_load(two.text)["target"] == ["A", "B"] and yaml.safe_load(two.text)["task"] == "multilabel"
+
+
+def test_empty_cells_of_the_patient_column_are_said(home):
+    path = table(home, patient=["p0", None, "p1", None, "p2", None], label=list("ababab"))
+    draft = draft_cohort(home / "job", path, home / "cohort.yaml")
+    assert [note.what.split(";")[0] for note in draft.choices] == ["case: 3 rows of 'patient' without a patient"]

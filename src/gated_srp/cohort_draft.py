@@ -30,7 +30,7 @@ from gated_srp.data.files.siblings import embeddings_left_out, encoder_of_folder
 from gated_srp.data.matching import files_of_cases, tcga_patient
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import doubtful_classes
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import write_whole
 from gated_srp.tasks import TASKS, Task, find_task
 
@@ -224,6 +224,9 @@ def _put_slides(
         draft.find("case", cases[0], f"{count} patients; their slides are the {found} files that start with their ids")
     elif cases:
         draft.find("case", cases[0], f"{frame[cases[0]].nunique()} patients, each in one part of a split")
+        if empty := int(frame[cases[0]].isna().sum()):
+            merged = "of merged cells a spreadsheet keeps the first alone"
+            draft.ask(f"case: {counted(empty, 'row')} of {cases[0]!r} without a patient; fill in the cells ({merged}).")
     elif named is not None:
         _ask_for_patients(draft, frame, named, {named, *target})
     else:

@@ -99,7 +99,10 @@ def test_cases_and_controls_are_no_patients(tmp_path: Path) -> None:
 def test_empty_cells_of_a_patient_column_are_said_with_merged_cells_as_a_cause(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, PatientID=[name if i % 2 == 0 else "" for i, name in enumerate(pairs())]))
     (warning,) = [note for note in table.notes if note.level == "warning"]
-    assert warning.what.startswith("6 slides without a patient in 'PatientID'") and "merged cells" in warning.cure
+    assert (
+        warning.what.startswith("6 slides without a patient in 'PatientID': each counts as its own")
+        and "merged cells" in warning.cure
+    )
     assert table.patients == "partly"
 
 
@@ -117,3 +120,12 @@ def test_a_slide_table_is_joined_by_columns_of_other_names(tmp_path: Path) -> No
         tmp_path / "clinical.csv", Columns(target="KRAS", slide="Scan"), slide_table=tmp_path / "slides.csv"
     )
     assert list(zip(table.frame["slide"], table.frame["case"], strict=True)) == [("a", "P1"), ("b", "P1"), ("c", "P2")]
+
+
+def test_a_patient_column_of_tcga_samples_is_not_trusted(tmp_path: Path) -> None:
+    slides = [f"TCGA-AA-{1000 + i // 2}-01Z-00-DX{1 + i % 2}" for i in range(12)]
+    table = read_table(write(tmp_path, slide_id=slides, case_id=[name[:23] for name in slides]))
+    (warning,) = [note for note in table.notes if note.level == "warning"]
+    assert "'case_id' has several ids for 6 patients, by the TCGA barcodes (TCGA-AA-1000)" in warning.what
+    assert table.patients == "unknown"
+    assert read_table(write(tmp_path, slide_id=slides, case_id=[name[:12] for name in slides])).patients == "column"

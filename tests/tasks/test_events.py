@@ -89,3 +89,15 @@ def test_days_to_death_and_to_the_last_follow_up_are_one_time(tmp_path):
         match=r"leaves out everyone without the event.*Write `time: \[days_to_death, days_to_last_follow_up\]`",
     ):
         read_table(path, Columns(time="days_to_death", event="vital_status"))
+
+
+def test_a_biotab_of_tcga_is_read_without_its_second_and_third_header(tmp_path):
+    names = "bcr_patient_barcode,vital_status,last_contact_days_to,death_days_to"
+    again = [("bcr_patient_barcode", "vital_status", "days_to_last_followup", "days_to_death")]
+    codes = [("CDE_ID:2003301", "CDE_ID:5", "CDE_ID:3008273", "CDE_ID:3165475")]
+    rows = [("TCGA-AA-1000", "Dead", "[Not Available]", 300), ("TCGA-AA-1001", "Alive", 900, "[Not Applicable]")]
+    table = read_table(follow_up(tmp_path, names, [*again, *codes, *rows]))
+    assert table.frame[["case", "time", "event"]].to_numpy().tolist() == [
+        ["TCGA-AA-1000", 300.0, 1],
+        ["TCGA-AA-1001", 900.0, 0],
+    ]

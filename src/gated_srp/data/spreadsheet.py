@@ -122,6 +122,10 @@ def _tabled(cells: Sequence[Sequence[Any]], path: Path) -> tuple[pd.DataFrame, t
         raise UserError(f"no row names the columns; it begins with {first!r}", where=path, cure=cure, kind="header")
     width = max(len(row) for row in rows[place:])
     header, body = [*rows[place], *[None] * (width - len(rows[place]))], rows[place + 1 :]
+    described = [i for i, row in enumerate(body[:2]) if any((cell or "").startswith("CDE_ID:") for cell in row)]
+    body[: max(described, default=-1) + 1] = [[]] * (
+        max(described, default=-1) + 1
+    )  # TCGA's biotabs say it three times
     if wider := [i for i, row in enumerate(body) if any(row[len(rows[place]) :])]:
         what = f"its rows have more cells than the header, e.g. row {place + wider[0] + 2}"
         raise UserError(what, where=path, cure="Name every column in the header.")

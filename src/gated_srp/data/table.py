@@ -324,7 +324,8 @@ def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: 
             log.note(f"case: none, as chosen: each of {len(rows)} slides counts as a patient of its own")
     elif other.any() and columns.case is not None:
         patients = "partly"
-        what = f"{int(other.sum())} slides without a patient in {columns.case!r}: each counts as its own, so it may be in two parts"
+        without = counted(int(other.sum()), "slide")
+        what = f"{without} without a patient in {columns.case!r}: each counts as its own, so slides of one patient may be in two parts"
         log.warn(
             what, "Fill in the empty cells (of merged cells a spreadsheet keeps the first alone).", kind="patients"
         )
@@ -339,6 +340,15 @@ def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: 
         example = likely[0] if likely else "COLUMN"
         cure = f"Name the patients with `case: {example}`, or write `case: none` if no patient has two slides."
         log.warn(what, cure, kind="patients")
+    torn = rows["case"].groupby(barcodes).nunique()
+    if not chosen and (torn > 1).any():
+        patients = "unknown"
+        what = f"{columns.case!r} has several ids for {counted(int((torn > 1).sum()), 'patient')}, by the TCGA barcodes ({torn.idxmax()})"
+        log.warn(
+            f"{what}, whose slides may be in two parts",
+            "Shorten the ids to their first 12 characters.",
+            kind="patients",
+        )
     if "site" not in rows and all(map(tcga_patient, rows["case"])):
         rows["site"] = rows["case"].str[5:7].str.upper()
         log.note(f"site: the two characters after 'TCGA-' ({rows['site'].nunique()} sites)")

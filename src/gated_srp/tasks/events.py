@@ -30,7 +30,8 @@ _CODED_FATES = {
 _MEANS_CENSORED = re.compile(r"censor|cens$|zensier|^c$|alive|living|lebend")
 _MEANS_EVENT = re.compile(r"event|death|dead|died|decease|vital")
 _MANY, _FEW, _ENOUGH = 0.75, 0.03, 20  # shares of events that are doubted, and patients from which on
-_DEATH, _CONTACT = ("days_to_death",), ("days_to_last_follow_up", "days_to_last_followup", "days_to_last_contact")
+_DEATH = ("days_to_death", "death_days_to")
+_CONTACT = ("days_to_last_follow_up", "days_to_last_followup", "days_to_last_contact", "last_contact_days_to")
 
 
 def two_times(header: Header) -> tuple[str, ...]:
