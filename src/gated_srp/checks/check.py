@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.checks import findings as found_by
+from gated_srp.checks.reach import gate_reach
 from gated_srp.checks.survey import FileFacts, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
@@ -165,6 +166,7 @@ def _check_cohort(
         summary["patients"] = data.table.patients
         summary["labels"] = _about_labels(data.table)
         summary["split"] = _about_splits(data, splits)
+        trouble += _of_gates(data, splits)
         if summary["patches"]["total"]:
             cost = _about_cost(data, facts, splits, machine or this_machine())
             trouble += _of_cost(cost) if cost else ()
@@ -312,6 +314,15 @@ def _about_cost(
         "runs": len(trunks) * len(splits),
         "comparison_seconds": sum(seconds) * len(splits),
     }
+
+
+def _of_gates(data: CohortData, splits: dict[str, Split]) -> Iterator[Note]:
+    """How far the gates of the cohort's own arm can move, in the first split."""
+    config = data.config
+    if splits and config.main_arm in ARMS:
+        bags = int((data.with_parts(next(iter(splits.values())))["part"] == "train").sum())
+        if bags and (reach := gate_reach(config, bags, config.main_arm)):
+            yield reach.note(config.main_arm)
 
 
 def _of_cost(cost: dict[str, Any]) -> Iterator[Note]:

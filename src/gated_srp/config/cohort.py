@@ -5,6 +5,7 @@ slides = data.slides(seed=42)                     # one row per slide: slide, ca
 """
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,6 +106,15 @@ class TrainConfig(_Section):
     only: Literal["gate"] | None = None
     workers: int = Field(default=1, ge=0)
     log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_tupled)] = ()
+
+    def epoch_bags(self, bags: int) -> int:
+        """Of so many bags those that an epoch trains on: with ``drop_last`` whole batches alone, if there is one."""
+        whole = bags - bags % self.batch_size
+        return whole if self.drop_last and whole else bags
+
+    def steps(self, bags: int) -> int:
+        """Of the optimiser, in all epochs."""
+        return self.epochs * math.ceil(self.epoch_bags(bags) / (self.accumulation * self.batch_size))
 
 
 class SelectConfig(_Section):

@@ -14,10 +14,11 @@ from typing import Any
 
 import pandas as pd
 
+from gated_srp.checks.reach import gate_reach, gates_moved
 from gated_srp.config.cohort import CohortConfig, CohortData
 from gated_srp.config.load import with_changes
 from gated_srp.data.splits import Split
-from gated_srp.errors import UserError, counted
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import arm_settings, find_arm
 from gated_srp.training.folder import RunFolder, settings_of
 
@@ -228,3 +229,25 @@ def run_notes(cells: Iterable[Cell]) -> tuple[str, ...]:
         seeds = f"seed{'s' if len(distinct_units) > 1 else ''} {', '.join(distinct_units)}"
         notes.append(f"{cohort}, {seeds}, {metric}: {remark}")
     return tuple(notes)
+
+
+def short_gates(cells: Sequence[Cell], data: CohortData) -> tuple[Note, ...]:
+    """A warning for each row whose gates can hardly leave the identity in the steps of its first cell."""
+    found: dict[str, Note] = {}
+    for cell in cells:
+        if cell.row not in found:
+            bags = int((data.slides(cell.seed, cell.fold)["part"] == "train").sum())
+            reach = gate_reach(cell.config, bags, cell.arm) if bags else None
+            if reach and reach.short:
+                found[cell.row] = reach.note(cell.row)
+    return tuple(found.values())
+
+
+def moved_gates(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """What the gates of each row did in the last epoch, of all its finished runs."""
+    rows: dict[str, list[pd.DataFrame]] = {}
+    for cell in cells:
+        if cell.run.finished and len(gates := cell.run.gates):
+            rows.setdefault(cell.row, []).append(gates)
+    means = {row: pd.concat(runs).groupby(["epoch", "layer"], as_index=False).mean() for row, runs in rows.items()}
+    return tuple(f"gates of {row} in the last epoch: {gates_moved(found)}" for row, found in means.items())

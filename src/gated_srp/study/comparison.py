@@ -114,7 +114,7 @@ def compare(
     from gated_srp.config.cohort import open_cohort
     from gated_srp.config.load import with_changes
     from gated_srp.reports.tables import write_comparison
-    from gated_srp.study.cells import Row, plan, quick_version, run_notes
+    from gated_srp.study.cells import Row, moved_gates, plan, quick_version, run_notes, short_gates
     from gated_srp.study.engine import Running, run_cells
     from gated_srp.study.tuning import tuned_rows
 
@@ -131,11 +131,15 @@ def compare(
     more, notes = tuned_rows(config, arms, seeds)
     cells = plan(config, [*(Row.of(arm) for arm in arms), *more], seeds)
     folder = Path(tables) if tables else config.out / config.name / "comparison"
-    ran = run_cells(cells, {config.name: open_cohort(config)}, running)
+    data = open_cohort(config)
+    warnings = short_gates(cells, data)
+    for one in warnings:
+        running.say(one.line)
+    ran = run_cells(cells, {config.name: data}, running)
     if ran.script:
         return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, note, script=ran.script)
     results = collect(cells)
-    said = (*([note] if note else []), *notes, *run_notes(cells))
+    said = (*([note] if note else []), *notes, *run_notes(cells), *map(str, warnings), *moved_gates(cells))
     comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=said)
     title = f"{config.name}{' (quick)' if note else ''}"
     files = write_comparison(folder, cells, results, comparison, title=title, mark=note)

@@ -23,7 +23,7 @@ from gated_srp.errors import Interrupted, UserError
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.training.folder import HISTORY, RunFolder
 from gated_srp.training.inputs import TrainingData
-from gated_srp.training.loop import COLUMNS, Training, epoch_bags
+from gated_srp.training.loop import COLUMNS, Training
 from gated_srp.training.ranks import Ranks, handlers
 from gated_srp.training.state import save_checkpoint
 
@@ -53,7 +53,7 @@ class RunCallbacks:
         """The training starts, or goes on from where it stands."""
         progress, train = training.progress, training.settings
         self.training = training
-        self.total = epoch_bags(train, len(inputs.rows("train"))) + len(inputs.rows("val"))  # bags of an epoch
+        self.total = train.epoch_bags(len(inputs.rows("train"))) + len(inputs.rows("val"))  # bags of an epoch
         self.speed = Speed((train.epochs - progress.epoch) * self.total - progress.bags)
         self.seen = progress.bags
         if self.ranks.first:

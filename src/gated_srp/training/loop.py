@@ -96,7 +96,7 @@ def fit(
     while training.progress.epoch < training.settings.epochs:
         train_epoch(training, rows, callbacks)
         metrics, score = evaluate()
-        finish_epoch(training, epoch_bags(training.settings, len(rows)), metrics, score)
+        finish_epoch(training, training.settings.epoch_bags(len(rows)), metrics, score)
         callbacks.epoch(training)
 
 
@@ -104,8 +104,8 @@ def train_epoch(training: Training, rows: Sequence[int], callbacks: Callbacks) -
     """The windows of this epoch that are still to do."""
     ranks, progress, settings = training.ranks, training.progress, training.settings
     size = settings.accumulation * settings.batch_size
-    kept = epoch_bags(settings, len(rows))
-    total = settings.epochs * math.ceil(kept / size)
+    kept = settings.epoch_bags(len(rows))
+    total = settings.steps(len(rows))
     order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows))][:kept]
     windows = [order[start : start + size] for start in range(progress.bags, len(order), size)]
     mine = [row for window in windows for row in window[ranks.rank :: ranks.count]]
@@ -242,12 +242,6 @@ def predict_logits(
             seen(bag)
     ranks.sum(logits)
     return logits.cpu()
-
-
-def epoch_bags(settings: TrainConfig, bags: int) -> int:
-    """Of so many bags those that an epoch trains on: with ``drop_last`` whole batches alone, if there is one."""
-    whole = bags - bags % settings.batch_size
-    return whole if settings.drop_last and whole else bags
 
 
 def bag_order(seed: int, epoch: int, bags: int) -> list[int]:

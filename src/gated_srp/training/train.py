@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gated_srp.checks.reach import gate_reach, gates_moved
 from gated_srp.config.cohort import CohortConfig, open_cohort
 from gated_srp.config.load import with_changes
 from gated_srp.data.bag import BagError
@@ -161,7 +162,8 @@ def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float) -> N
 def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
     run, ranks = job.run, callbacks.ranks
     if not run.begun:
-        for note in inputs.notes:
+        reach = gate_reach(job.config, len(inputs.rows("train")), job.arm)
+        for note in (*inputs.notes, *([reach.note(job.arm)] if reach else [])):
             callbacks.say(note.line)
     with BagLoader(inputs.bags, workers=job.config.train.workers) as loader:
         for line in loader.notes:
@@ -186,6 +188,8 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
                 ", ".join(f"{name} {value:.4f}{beside.get(name, '')}" for name, value in found.items()) or "no slides"
             )
             callbacks.say(f"{run.path}: finished. Best epoch {training.progress.best_epoch}; test: {said}")
+            if len(gates := run.gates):
+                callbacks.say(f"gates in the last epoch: {gates_moved(gates)}")
         ranks.wait()
 
 

@@ -1,0 +1,107 @@
+"""How far gates can move in a training, from its steps and learning rate, and how far they did.
+
+A gate starts at beta = 0. AdamW moves a weight by at most about the learning rate per step, whatever the size of its gradient, so that warm-up
+and cosine over T steps let it travel S = gate_lr lr (T / 2 + 1), for every length of the warm-up. docs/method.md derives it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from gated_srp.config.cohort import CohortConfig
+from gated_srp.errors import Note
+from gated_srp.models import arm_settings, find_arm
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OUTSIDE = 0.5  # |beta| from which on it is no longer called the identity
+_FACTORS = (2, 3, 5, 10, 20, 30, 50, 100)
+_INPUTS = (1.0, 1.0, math.log(9.0))  # d_tok inside homogeneous tissue: h_local, m / K, log(1 + m)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """``beta``: where the two biases that a head has to itself can carry it; ``limit``: all weights of its gate together, every step one way."""
+
+    steps: int
+    lr: float
+    gate_lr: float
+    delta: float
+    hidden_dim: int
+
+    @property
+    def path(self) -> float:
+        """S: what one weight can travel."""
+        return self.gate_lr * self.lr * (self.steps / 2 + 1)
+
+    @property
+    def beta(self) -> float:
+        return self.delta * math.tanh(2 * self.path)
+
+    @property
+    def limit(self) -> float:
+        # Three biases, the output weights of the token part, and three weights per head whose inputs are at most about 1.
+        return self.delta * math.tanh(self.path * (6 + _activity(self.hidden_dim)))
+
+    @property
+    def short(self) -> bool:
+        """Whether the gates are expected to stay at the identity, where Gated SRP is the base it is attached to."""
+        return self.beta < OUTSIDE * min(1.0, self.delta)
+
+    @property
+    def factor(self) -> int | None:
+        """The first round ``gate_lr`` that would let them leave it; None where not even the largest would."""
+        wanted = math.atanh(OUTSIDE * min(1.0, self.delta) / self.delta)
+        enough = (one for one in _FACTORS if 2 * one * self.lr * (self.steps / 2 + 1) >= wanted)
+        return next(enough, None)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps:,} steps at lr {self.lr:g}, gate_lr {self.gate_lr:g}: the gates can take beta to about ±{self.beta:.2f} "
+            f"(±{self.limit:.2f} if every step of all their weights pulled one way) of ±{self.delta:g}"
+        )
+
+    def note(self, arm: str) -> Note:
+        """For `check`, `train` and `compare`; a warning where they will hardly leave the identity."""
+        if not self.short:
+            return Note("note", "reach", f"{arm}: {self}")
+        more = f"train.gate_lr: {self.factor} would let them open, " if self.factor else ""
+        cure = f"More steps (epochs, a smaller accumulation) or {more}which need not help: docs/evidence.md says what it gave."
+        return Note("warning", "reach", f"{arm}: {self}; expect it to do what its base does", ("train",), cure)
+
+
+@lru_cache
+def _activity(hidden_dim: int) -> float:
+    """Sum of |GELU| of the token part's hidden units at `_INPUTS`, for start weights of PyTorch's Linear."""
+    import torch
+
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, 3, 4096)
+    draw = torch.Generator().manual_seed(0)
+    limit = 1 / math.sqrt(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.uniform_(-limit, limit, generator=draw)
+        hidden = layer(torch.tensor(_INPUTS))
+    return hidden_dim * float(torch.nn.functional.gelu(hidden).abs().mean())
+
+
+def gate_reach(config: CohortConfig, bags: int, row: str) -> Reach | None:
+    """Of an arm (or a row of a study) that trains on so many slides; None where it has no gate."""
+    arm, _ = arm_settings(row)
+    if not find_arm(arm).gated:
+        return None
+    gate, train = config.gate(arm), config.train
+    return Reach(train.steps(bags), train.lr, train.gate_lr, gate.delta, gate.hidden_dim)
+
+
+def gates_moved(gates: pd.DataFrame) -> str:
+    """What gates.csv says of the last epoch, in words."""
+    last = gates[gates["epoch"] == gates["epoch"].max()]
+    by_layer = ", ".join(f"{mean:+.2f}" for mean in last["mean"])
+    left = 100 * (1 - float(last["share_identity"].mean()))
+    share = f"{left:.0f} % of coefficients" if left >= 0.5 else "none"
+    return f"mean beta by layer {by_layer}; {share} left the identity (|beta| >= {OUTSIDE:g})"

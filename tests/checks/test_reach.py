@@ -1,0 +1,95 @@
+"""How far gates can move: the formula against trajectories of a real gate under the real optimiser and schedule."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from study.study_cells import config
+from training.toy_cohorts import write_cohort
+
+import gated_srp
+from gated_srp.checks.reach import Reach, gate_reach, gates_moved
+from gated_srp.srp import PatchGraph, SignedGate
+from gated_srp.training.optim import learning_rate, make_optimiser
+
+
+def trajectory(steps, *, trained=None, flips=False, lr=1e-3, warmup=0.05, hidden_dim=16):
+    """Beta of one interior patch after a training whose every step wants it larger (``flips``: larger or smaller, at random)."""
+    torch.manual_seed(0)
+    gate = SignedGate(1, hidden_dim=hidden_dim)
+    if trained:
+        for name, parameter in gate.named_parameters():
+            parameter.requires_grad_(name in trained)
+    graph = PatchGraph.from_grid(3, 3)
+    graph = graph.with_features(torch.ones(9, 4))
+    norm = torch.full((9, 1), math.e - 1)  # log(1 + |y|) = 1, cos = 1
+    optimiser = make_optimiser(gate, lr=lr, weight_decay=0.0)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(step, steps, lr=lr, warmup=warmup)
+        optimiser.zero_grad()
+        sign = float(torch.randint(0, 2, (), generator=draw)) * 2 - 1 if flips else 1.0
+        (-sign * gate(norm, norm, graph)[4]).sum().backward()
+        optimiser.step()
+    return float(gate(norm, norm, graph)[4].detach())
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(2, 0.05), (40, 0.05), (200, 0.05), (200, 0.5)])
+def test_a_weight_travels_half_the_steps_times_the_learning_rate_whatever_the_warm_up(steps, warmup):
+    travelled = sum(learning_rate(step, steps, lr=1e-3, warmup=warmup) for step in range(steps))
+    assert Reach(steps, 1e-3, 1.0, 1.0, 16).path == pytest.approx(travelled, rel=1e-9)
+
+
+def test_beta_is_where_two_biases_carry_it_and_the_limit_where_all_weights_do():
+    steps = 60
+    reach = Reach(steps, 1e-3, 1.0, 1.0, 16)
+    assert trajectory(steps, trained=("head_bias", "layer_head_bias")) == pytest.approx(reach.beta, rel=0.01)
+    assert trajectory(steps) == pytest.approx(reach.limit, rel=0.25)  # this gate's hidden units, and what they learn
+    assert abs(trajectory(steps, flips=True)) < reach.limit / 2
+
+
+def test_the_factor_that_is_advised_is_enough_and_the_one_before_is_not():
+    reach = Reach(130, 2e-4, 1.0, 1.0, 64)
+    assert reach.short and round(reach.beta, 3) == 0.026 and reach.factor == 30
+    assert not Reach(130, 2e-4, 30.0, 1.0, 64).short and Reach(130, 2e-4, 20.0, 1.0, 64).short
+    assert Reach(3, 1e-6, 1.0, 1.0, 64).factor is None
+    assert "which need not help" in reach.note("gated_srp").cure and reach.note("gated_srp").level == "warning"
+    assert Reach(9300, 2e-4, 1.0, 1.0, 64).note("gated_srp").level == "note"
+
+
+def test_only_arms_with_a_gate_have_a_reach(tmp_path):
+    cohort = config(tmp_path)  # 10 epochs, accumulation 1, lr 1e-4
+    assert gate_reach(cohort, 20, "na") is None
+    assert gate_reach(cohort, 20, "gated_srp").steps == 200
+
+
+def test_what_gates_did_is_told_of_the_last_epoch():
+    rows = [(1, 0, 0.9, 0.0), (2, 0, -0.25, 0.9), (2, 1, 0.0, 0.7)]
+    gates = pd.DataFrame(rows, columns=["epoch", "layer", "mean", "share_identity"])
+    assert gates_moved(gates) == (
+        "mean beta by layer -0.25, +0.00; 20 % of coefficients left the identity (|beta| >= 0.5)"
+    )
+    assert gates_moved(gates.assign(share_identity=1.0)).endswith("; none left the identity (|beta| >= 0.5)")
+
+
+@pytest.mark.slow
+def test_check_train_and_compare_say_before_how_far_gates_can_move_and_after_how_far_they_did(tmp_path):
+    yaml = write_cohort(tmp_path, slides=16, train={"epochs": 1, "accumulation": 8})
+    (note,) = [one for one in gated_srp.check(yaml).notes if one.kind == "reach"]
+    assert (
+        note.level == "warning"
+        and "2 steps at lr 0.001, gate_lr 1: the gates can take beta to about ±0.00" in note.what
+    )
+    said = []
+    arms = ["na", "gated_srp", "gated_srp@train.gate_lr=1000"]
+    found = gated_srp.compare(
+        yaml, arms=arms, seeds=[42], bootstrap=0, out=tmp_path / "runs", progress=lambda event: said.append(event.text)
+    )
+    warned = [text for text in said if text.startswith("warning: train: gated_srp: 2 steps")]
+    assert len(warned) == 1 and not any("gate_lr=1000: 2 steps" in text for text in said)
+    assert "expect it to do what its base does" in found.verdict
+    assert "gates of gated_srp in the last epoch: mean beta by layer" in found.verdict
+    log = (tmp_path / "runs" / "toy" / "gated_srp" / "seed42" / "log.txt").read_text()
+    assert "the gates can take beta to about" in log and "gates in the last epoch: mean beta by layer" in log
