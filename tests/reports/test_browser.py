@@ -136,11 +136,22 @@ def test_a_phone_needs_no_sideways_scrolling(browser, path, scheme):
     page.close()
 
 
-def test_pages_of_paper_show_what_was_folded(browser, path):
+def test_pages_of_paper_are_few_and_leave_out_what_only_a_screen_can_use(browser, path):
     page = browser.new_page()
     page.goto(path.as_uri())
-    assert page.pdf().startswith(b"%PDF")
+    printed = page.pdf()
+    assert printed.startswith(b"%PDF") and printed.count(b"/Type /Page\n") <= 8
     page.emulate_media(media="print")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("details:not([open])").count() == 0 and not page.locator("nav").is_visible()
+    for hidden in ("nav", "#slides", "#reproduce details >> nth=0"):
+        assert not page.locator(hidden).is_visible()
+    page.locator(".words summary").evaluate(
+        "one => { one.parentElement.open = true; }"
+    )  # what the reader has opened is printed
+    assert page.locator(".words").is_visible()
     page.close()
+
+
+def test_a_slide_of_the_table_leads_to_its_maps(page):
+    page.locator("#slides a[data-slide]", has_text="s00").first.click()
+    assert page.url.endswith("#maps")
+    assert page.locator("#gallery figure:visible").count() == 4

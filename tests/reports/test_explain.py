@@ -41,8 +41,8 @@ def test_the_page_holds_prediction_maps_card_and_a_warning_in_one_file(tmp_path)
     assert page.name == "s1.html"
     for wanted in ("research use only", "probability of tumour", "That is not unusual", "toy", "gated_srp"):
         assert wanted in text
-    assert text.count("data:image/png;base64,") == 5  # attention, change, beta, correction, homogeneity
-    assert "http" not in text and all(path.is_file() for path in pictures)
+    assert text.count("data:image/jpeg;base64,") == 5  # attention, change, beta, correction, homogeneity
+    assert "http:" not in text and "https:" not in text and all(path.is_file() for path in pictures)
     assert set(found.prediction.answers) == {"predicted", "probability of benign", "probability of tumour"}
     assert found._repr_html_().startswith("<iframe") and not found.prediction.unlike
 
@@ -58,7 +58,7 @@ def test_a_slide_unlike_the_training_slides_is_flagged_and_one_without_a_task_sa
 def test_a_model_without_gates_has_a_page_without_their_maps(tmp_path):
     file = write_clam(tmp_path, "s1", make_slide(1))
     found = explain(_run(tmp_path / "na", arm="na", **CARD), file, out=tmp_path / "out")
-    assert found.page.read_text().count("data:image/png;base64,") == 2  # attention, homogeneity
+    assert found.page.read_text().count("data:image/jpeg;base64,") == 2  # attention, homogeneity
 
 
 def test_gates_that_have_hardly_opened_are_said_to_show_nothing(tmp_path):
@@ -100,7 +100,7 @@ def test_the_command_goes_from_a_slide_to_the_page(tmp_path, monkeypatch):
     said = _command(run, tmp_path / "x.tif", "-o", tmp_path / "out", "-e", "my_encoder_for_explain:mine")
     assert said.exit_code == 0, (said.output, said.exception)
     text = (tmp_path / "out" / "x.html").read_text()
-    assert text.count("data:image/png;base64,") == 6  # with the contact sheet
+    assert text.count("data:image/jpeg;base64,") == 6  # with the contact sheet
     assert isinstance(
         _command(run, tmp_path / "x.tif", "-o", tmp_path / "o").exception, UserError
     )  # no encoder in the card

@@ -259,3 +259,31 @@ def test_the_command_says_where_the_page_is(home, tmp_path):
     app.command()(slides.report)
     said = CliRunner().invoke(app, [str(home), "-o", str(tmp_path / "r.html")])
     assert said.exit_code == 0 and f"written: {tmp_path / 'r.html'}" in said.output
+
+
+def row(difference, low, high, *, claimed=False, n=5, metric="macro_f1", arm="gated_srp"):
+    test = {"difference": difference, "interval": [low, high]}
+    return {"cohort": "toy", "arm": arm, "metric": metric, "n": n, "claimed": claimed, "corrected": test}
+
+
+def test_the_page_opens_with_the_answer_in_one_sentence():
+    from gated_srp.reports.page.tables import headline
+
+    helped = headline(row(0.1, 0.05, 0.15, claimed=True), "F1", "NA")
+    assert (
+        helped
+        == "On toy, Gated SRP measurably helped compared with NA: F1 +0.1000, 95 % interval +0.0500 to +0.1500, 5 seeds."
+    )
+    assert "measurably hurt" in headline(row(-0.1, -0.15, -0.05, claimed=True), "F1", "NA")
+    assert "measurably helped" in headline(row(-0.1, -0.15, -0.05, claimed=True, metric="brier"), "Brier", "NA")
+    open_ = headline(row(-0.02, -0.05, 0.01, n=2), "F1", "NA")
+    assert "did not measurably help or hurt" in open_ and "it is 0.050 lower. With so few seeds" in open_
+    assert "it is 0.010 higher" in headline(row(-0.02, -0.05, 0.01, metric="brier"), "Brier", "NA")
+    assert "too little for an answer" in headline(row(0.1, None, None, n=1), "F1", "NA")
+
+
+def test_gated_arms_come_first_and_the_headline_is_on_the_page(tmp_path):
+    home = compared(tmp_path)
+    text = build_page(home)
+    assert text.index("On toy, Gated SRP") < text.index("Gated SRP against NA") < text.index("XSA against NA")
+    assert "What the words mean" in text

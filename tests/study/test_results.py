@@ -263,3 +263,10 @@ def test_broken_predictions_are_refused_by_name(tmp_path):
     (folder / "predictions_test_slide.csv").write_text("")
     with pytest.raises(UserError, match="cannot be read"):
         stats(results, runs=tmp_path)
+
+
+def test_from_two_seeds_nothing_is_concluded_about_other_numbers_of_seeds():
+    table = frame(rows("A", "na", [0.50, 0.51]), rows("A", "other", [0.49, 0.53]))
+    (found,) = compare(table, "na").cohorts
+    assert found.verdict.endswith("; two seeds are too few to say how many would show it")
+    assert "no number of seeds" not in found.verdict

@@ -1,6 +1,6 @@
 """The paper's slide models, built by name, and their files."""
 
-from gated_srp.models.arms import ARMS, METHOD, TUNED, Sizes, arm_settings, arm_title, build_model, find_arm
+from gated_srp.models.arms import ARMS, METHOD, TUNED, Sizes, arm_settings, arm_title, build_model, find_arm, is_gated
 from gated_srp.models.published import convert, load_published
 from gated_srp.models.slide import SlideModel, SlideTransformer
 from gated_srp.models.store import load_card, load_model, model_file, save_model
@@ -17,6 +17,7 @@ __all__ = [
     "build_model",
     "convert",
     "find_arm",
+    "is_gated",
     "load_card",
     "load_model",
     "load_published",

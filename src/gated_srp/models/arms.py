@@ -333,3 +333,13 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     initialise(model, seed)
     model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
     return model
+
+
+def is_gated(name: str) -> bool:
+    """Whether an arm, or a row of a table that is named after its arm, has the paper's gates.
+
+    >>> is_gated("gated_srp"), is_gated("gated_srp@train.gate_lr=10"), is_gated("na"), is_gated("my own row")
+    (True, True, False, False)
+    """
+    arm = arm_settings(name)[0].removesuffix(TUNED) if "@" in name else name.removesuffix(TUNED)
+    return arm in ARMS and ARMS[arm].gated

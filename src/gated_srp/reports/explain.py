@@ -4,8 +4,12 @@ import base64
 import html
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from gated_srp.data.files.containers import CONTAINERS
 from gated_srp.errors import Note, UserError
@@ -19,6 +23,7 @@ from gated_srp.slides.extract import extract
 from gated_srp.training.predict import predict
 
 _CARD = ("cohort", "arm", "seed", "task", "classes", "encoder", "best_epoch", "split_hash", "temperature")
+_WIDEST = 1400  # pixels of a picture on the page
 MEANING = {
     "attention": "Where the model looked, in multiples of the slide's mean: 1 is average, orange is more, purple is less. "
     "The scale is the same for every slide.",
@@ -132,6 +137,7 @@ def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None,
     sections, written = _sections(view, file, out, image)
     page = Environment(loader=PackageLoader("gated_srp.reports"), autoescape=True).get_template("explain.html.j2")
     content = page.render(
+        style=files("gated_srp.reports").joinpath("templates", "page.css").read_text("utf-8"),
         slide=file.stem,
         prediction=prediction,
         sections=sections,
@@ -196,9 +202,19 @@ def _sections(view: SlideView, file: Path, out: Path, image: Path | None) -> tup
                 "." if value == "attention" else ": the gates of this model have hardly opened."
             )
         shown = drawn.written if value == "attention" else drawn.written[:1]
-        pictures = [base64.b64encode(path.read_bytes()).decode() for path in shown]
+        pictures = [_embedded(path) for path in shown]
         sections.append({"name": value.capitalize(), "text": text, "pictures": pictures})
     return sections, written
+
+
+def _embedded(path: Path) -> str:
+    """A picture for the page, small enough that the page stays below 3 MB: the files beside it have every pixel."""
+    with Image.open(path) as picture:
+        small = picture.convert("RGB")
+    small.thumbnail((_WIDEST, _WIDEST))
+    buffer = BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _describe_card(card: Mapping[str, Any]) -> dict[str, str]:

@@ -158,13 +158,13 @@ def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -
     axis.axvline(0, color="#000000", linewidth=0.8)
     for place, cell in enumerate(reversed(cells)):
         test, drawn = cell.test, cell.bootstrap
-        colour = tone_colour(test.mean, metric) if test.excludes_zero else "#777777"
+        colour = tone_colour(test.mean, metric) if cell.claimed else "#777777"  # as everywhere: after Holm
         if not math.isnan(test.low):
             axis.plot([test.low, test.high], [place, place], color=colour, linewidth=2)
         if drawn is not None and not math.isnan(drawn.low):
             axis.plot([drawn.low, drawn.high], [place - 0.22] * 2, color=COLOURS[1], linewidth=1.2, linestyle="--")
         # A filled marker repeats what the colour says.
-        axis.plot(test.mean, place, marker="o", color=colour, markerfacecolor=colour if test.excludes_zero else "white")
+        axis.plot(test.mean, place, marker="o", color=colour, markerfacecolor=colour if cell.claimed else "white")
     axis.set_yticks(range(len(cells)), [arm_title(cell.arm) for cell in reversed(cells)], fontsize=8)
     axis.set_ylim(-0.6, len(cells) - 0.4)
     title = f"difference to {arm_title(comparison.reference)}\n(95 % over seeds; dashed: over patients)"

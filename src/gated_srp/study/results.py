@@ -28,6 +28,7 @@ LOWER_IS_BETTER = frozenset(
         "peak_reserved_gib",
     }
 )
+_ENOUGH = 5  # seeds from which the number of seeds that are needed is estimated
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -282,7 +283,9 @@ def verdict(cell: Difference, unit: str, *, family: int, lower: bool) -> str:
     interval = f"{test.mean:+.4f}, 95 % interval {test.low:+.4f} to {test.high:+.4f}"
     if not test.excludes_zero:
         needed, outlook = cell.statistics.seeds_needed, ""
-        if round(test.mean, 4) != 0:
+        if round(test.mean, 4) != 0 and n < _ENOUGH:  # the spread of so few is hardly known
+            outlook = f"; {count} are too few to say how many would show it"
+        elif round(test.mean, 4) != 0:
             none = f"; no number of {unit}s on these data would show a difference of this size"
             outlook = none if needed is None else f"; were it real, about {needed} {unit}s would show it"
         return f"not distinguishable from zero with {count} ({interval}){outlook}"

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gated_srp import __version__
 from gated_srp.checks.findings import facts_in_words
 from gated_srp.files import write_whole
-from gated_srp.models import arm_title
+from gated_srp.models import arm_title, is_gated
 from gated_srp.reports.page import tables
 from gated_srp.reports.page.contents import (
     Contents,
@@ -30,7 +30,7 @@ from gated_srp.reports.page.contents import (
     read_text,
     within,
 )
-from gated_srp.reports.page.tables import all_rows, tone, where
+from gated_srp.reports.page.tables import Row, all_rows, tone, where
 from gated_srp.reports.tables import metric_name
 
 LARGEST = 5_000_000  # bytes of a page
@@ -117,6 +117,7 @@ def _context(contents: Contents) -> dict[str, Any]:
         "script": script,
         "policy": policy,
         "about": [part for part in contents.about.split("\n\n") if part.strip()],
+        "headlines": list(_headlines(contents.studies, contents.runs)),
         "verdicts": [
             *filter(None, map(tables.agreement, contents.studies)),
             *_verdicts(contents.studies, contents.runs),
@@ -141,21 +142,37 @@ def _context(contents: Contents) -> dict[str, Any]:
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iterator[dict[str, str]]:
-    """On the metric that selects the epoch; the others are in the tables."""
+def _judged(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iterator[tuple[StudyFolder, Row, str]]:
+    """Every difference on the metric that selects the epoch, arms with gates first; the other metrics are in the tables."""
     selecting = {run.cohort: run.results.get("select") for run in runs}
     for study in studies:
         rows = all_rows(study)
         metrics: dict[str, list[Any]] = {}
         for row in rows:
             metrics.setdefault(where(row), []).append(row.get("metric"))
-        reference = arm_title(str(study.comparison.get("reference")))
-        for row in rows:
+        for row in sorted(rows, key=lambda row: not is_gated(str(row.get("arm")))):
             here = where(row)
             usual = selecting.get(here) if selecting.get(here) in metrics[here] else metrics[here][0]
             if row.get("metric") == usual:
-                what = f"{arm_title(str(row.get('arm')))} against {reference}, {here}, {metric_name(str(usual))}"
-                yield {"what": what, "words": str(row.get("verdict")), "tone": tone(row)}
+                yield study, row, metric_name(str(usual))
+
+
+def _headlines(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iterator[str]:
+    """The answer in one sentence per cohort: whether Gated SRP helped."""
+    for cohort in dict.fromkeys(where(row) for _, row, _ in _judged(studies, runs) if row.get("cohort")):
+        gated = [
+            found for found in _judged(studies, runs) if where(found[1]) == cohort and is_gated(str(found[1]["arm"]))
+        ]
+        if gated:
+            study, row, metric = gated[0]
+            yield tables.headline(row, metric, arm_title(str(study.comparison.get("reference"))))
+
+
+def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iterator[dict[str, str]]:
+    for study, row, metric in _judged(studies, runs):
+        reference = arm_title(str(study.comparison.get("reference")))
+        what = f"{arm_title(str(row.get('arm')))} against {reference}, {where(row)}, {metric}"
+        yield {"what": what, "words": str(row.get("verdict")), "tone": tone(row)}
 
 
 def _result(run: FinishedRun) -> dict[str, str]:

@@ -119,6 +119,28 @@ class Forest:
     lines: list[dict[str, Any]]
 
 
+def headline(row: Row, metric: str, reference: str) -> str:
+    """What one difference means, in one sentence for somebody who reads nothing else."""
+    arm, test = arm_title(str(row.get("arm"))), _test(row)
+    seeds, difference, (low, high) = row.get("n") or 0, test.get("difference"), _limits(test).values()
+    start = f"On {where(row)}, {arm}"
+    if difference is None:
+        return f"{start} could not be compared with {reference}: no seed has both."
+    told = f"{metric} {signed(difference)}"
+    if low is None or high is None:
+        return f"{start} was compared with {reference} on {counted(seeds, 'seed')}: {told}. That is too little for an answer."
+    told += f", 95 % interval {signed(low)} to {signed(high)}, {counted(seeds, 'seed')}"
+    if row.get("claimed"):
+        return f"{start} measurably {'helped' if tone(row) == 'better' else 'hurt'} compared with {reference}: {told}."
+    lower = tone_of(1.0, str(row.get("metric"))) == "worse"  # is better
+    worst = max(0.0, high if lower else -low)
+    few = " With so few seeds the interval is wide." if seeds < 5 else ""
+    return (
+        f"{start} did not measurably help or hurt compared with {reference}: {told}. At worst, as far as these runs can tell, it is "
+        f"{worst:.3f} {'higher' if lower else 'lower'}.{few}"
+    )
+
+
 def differences(study: StudyFolder) -> HtmlTable:
     heads = ("Cohort", "Metric", "Arm", "Mean", "Reference", "Difference", "95 % interval", "p (Holm)", "W–L–T")
     rows = []

@@ -51,5 +51,8 @@ for (const form of document.querySelectorAll("form.switches")) {
   form.addEventListener("submit", event => event.preventDefault());
   show();
 }
-// On paper everything is open.
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(one => { one.open = true; }));
+// A slide of the table leads to its maps.
+for (const link of document.querySelectorAll("a[data-slide]")) link.addEventListener("click", () => {
+  const choice = document.querySelector("form.switches select[name=slide]");
+  if (choice) { choice.value = link.dataset.slide; choice.dispatchEvent(new Event("change", {bubbles: true})); }
+});
