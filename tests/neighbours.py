@@ -5,7 +5,7 @@ Written from the descriptions of those tools alone; nothing of the package is im
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import h5py
@@ -27,8 +27,10 @@ class Cohort:
     side: float
     unit: str = "px"
     encoder: str | None = None
-    settings: str = ""  # lines that a user has to add to the YAML
-    ids: dict[str, str] = field(default_factory=dict)
+    slides: Path | None = None  # a second table, of slides and their patients
+    coords: Path | None = None  # a folder of positions that is not beside the features
+    settings: str = ""  # lines that only the user can know
+    files: int = COUNT  # that are features of patches
 
 
 def tissue(seed: int) -> np.ndarray:
@@ -111,7 +113,8 @@ def trident(
         folds = [("test", "val", "train", "train", "train", "train")[(i // 2 + k) % 6] for k in range(2)]
         lines.append("\t".join([f"case{i}", name, ("low", "high")[i % 2], *folds]))
     table = write_lines(root / "k=all.tsv", lines)
-    return Cohort(root / "job", table, corners, step, side, encoder="uni_v2", settings="target: grade")
+    chosen = {"settings": "encoder: uni_v2", "files": COUNT * len(encoders)} if len(encoders) > 1 else {}
+    return Cohort(root / "job", table, corners, step, side, encoder="uni_v2", **chosen)
 
 
 def trident_pt(root: Path) -> Cohort:
@@ -143,7 +146,9 @@ def atlaspatch(root: Path) -> Cohort:
             said |= {"overlap": 0, "level0_width": 9000, "level0_height": 9000, "wsi_path": f"gone/{name}.tiff"}
             file.attrs.update({**said, "num_patches": count, "filename": name, "passport_version": 1, "mpp": 0.25})
         lines.append(f"{name},{('radboud', 'karolinska')[i // 2 % 2]},{i % 2}")
-    return Cohort(root / "out", write_lines(root / "train.csv", lines), corners, 512, 512, encoder="uni_v2")
+    return Cohort(
+        root / "out", write_lines(root / "train.csv", lines), corners, 512, 512, encoder="uni_v2", settings="case: none"
+    )
 
 
 # CLAM ----------------------------------------------------------------------------------------------------------------
@@ -182,7 +187,15 @@ def clam(root: Path, *, h5: str = "whole", pt: bool = True, patches: bool = Fals
                 said |= {"downsampled_level_dim": np.array([20000, 20000]), "level_dim": np.array([20000, 20000])}
                 coords.attrs.update(said | {"save_path": "RESULTS/patches"})
     table = clam_table(root, list(corners))
-    return Cohort(root / "FEATURES", table, corners, 512, 512)
+    if beside or not patches:
+        return Cohort(root / "FEATURES", table, corners, 512, 512)
+    elsewhere = {"coords": root / "RESULTS" / "patches", "settings": "coords: RESULTS/patches"}
+    return Cohort(root / "FEATURES", table, corners, 512, 512, **elsewhere)
+
+
+def named_directly(cohort: Cohort, folder: str) -> Cohort:
+    """One of the tool's folders instead of the one above them."""
+    return replace(cohort, features=cohort.features / folder)
 
 
 def panther(root: Path) -> Cohort:
@@ -223,7 +236,7 @@ def stamp(root: Path) -> Cohort:
         slides.append(f"P{i},uni2-0f3ab21c/{name}.h5")
     write_lines(root / "slide_table.csv", slides)
     table = write_lines(root / "clini.csv", lines)
-    return Cohort(root / "out", table, corners, 256, 256, "um", "uni_v2", settings="slides: slide_table.csv")
+    return Cohort(root / "out", table, corners, 256, 256, "um", "uni_v2", slides=root / "slide_table.csv")
 
 
 def slideflow(root: Path) -> Cohort:
@@ -253,7 +266,9 @@ def torchmil(root: Path) -> Cohort:
             (home / folder).mkdir(parents=True, exist_ok=True)
             np.save(home / folder / f"{name}.npy", array)
         lines.append(f"{name},{i % 2}")
-    return Cohort(home, write_lines(root / "labels.csv", lines), corners, 512, 512, encoder="uni_v1")
+    return Cohort(
+        home, write_lines(root / "labels.csv", lines), corners, 512, 512, encoder="uni_v1", settings="case: none"
+    )
 
 
 def tiatoolbox(root: Path) -> Cohort:
@@ -276,10 +291,13 @@ COHORTS: dict[str, Callable[[Path], Cohort]] = {
     "TRIDENT with overlap": lambda root: trident(root, overlap=64),
     "TRIDENT at 20x": lambda root: trident(root, level0=20),
     "TRIDENT, .pt": trident_pt,
+    "TRIDENT, two encoders and TITAN": lambda root: trident(root, encoders=("conch_v15", "uni_v2"), titan=True),
     "AtlasPatch": atlaspatch,
     "CLAM, h5_files and pt_files": clam,
     "CLAM, pt_files and coords-only h5_files": lambda root: clam(root, h5="coords"),
     "CLAM, pt_files and patches": lambda root: clam(root, h5="none", patches=True),
+    "CLAM, pt_files named directly": lambda root: named_directly(clam(root, h5="coords"), "pt_files"),
+    "CLAM, pt_files and patches of another tree": lambda root: clam(root, h5="none", patches=True, beside=False),
     "PANTHER": panther,
     "STAMP": stamp,
     "slideflow": slideflow,

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from factories import make_slide, write_atlaspatch, write_h5, write_trident
+from factories import make_slide, write_atlaspatch, write_clam_pt, write_h5, write_trident
 from typer.testing import CliRunner
 
 import gated_srp
@@ -252,3 +252,36 @@ def test_empty_cells_of_the_patient_column_are_said(home):
     path = table(home, patient=["p0", None, "p1", None, "p2", None], label=list("ababab"))
     draft = draft_cohort(home / "job", path, home / "cohort.yaml")
     assert [note.what.split(";")[0] for note in draft.choices] == ["case: 3 rows of 'patient' without a patient"]
+
+
+def test_a_table_with_its_own_split_brings_it_along(home):
+    folds = {f"fold_{k}": [("test", "val", "train")[(i // 2 + k) % 3] for i in range(6)] for k in range(2)}
+    path = table(home, "k=all.tsv", grade=list("ababab"), **folds)
+    path.write_text(path.read_text().replace(",", "\t"))
+    draft = gated_srp.init(home / "job", path, out=home / "cohort.yaml")
+    assert draft.choices == [] and "target: fold_0" not in draft.text
+    assert "split: k=all.tsv      # of the table itself: fold_0, fold_1" in draft.lines
+    assert "# folds: 2      # all of them; fold 0 alone if not set" in draft.lines
+    config = load_config(home / "cohort.yaml")
+    assert config.target == "grade" and open_cohort(config).split(42).counts == {"train": 2, "val": 2, "test": 2}
+
+
+def test_equal_strides_are_said_once_whatever_file_declares_them(home):
+    for i in range(6):
+        write_clam_pt(home / "clam", f"s{i}", make_slide(i))
+    text = draft_cohort(home / "clam", table(home, label=list("ababab")), home / "cohort.yaml").text
+    lines = [line for line in text.splitlines() if "stride 512" in line]
+    assert lines == ["# stride 512 px: declared on coords of *.h5 (patch_size and downsample), agrees with coordinates"]
+
+
+def test_two_folders_that_name_no_encoder_are_a_choice(home):
+    for i in range(6):
+        for folder in ("old", "new"):
+            slide = make_slide(i)
+            write_h5(home / "both" / folder / f"s{i}.h5", features=slide.features, coords=slide.cells * 512)
+    draft = draft_cohort(home / "both", table(home, label=list("ababab")), home / "cohort.yaml")
+    assert [note.what for note in draft.choices] == [
+        "features: two feature files per slide were found; a model is trained on one."
+    ]
+    assert "# features: both/new      # 6 feature files" in draft.lines
+    assert "slide: slide_id      # 6 of 6 name a file" in draft.text

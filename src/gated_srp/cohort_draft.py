@@ -27,7 +27,9 @@ from gated_srp.data.columns import (
 )
 from gated_srp.data.files.formats import read_header
 from gated_srp.data.files.siblings import embeddings_left_out, encoder_of_folder, look_into, nothing_found
-from gated_srp.data.matching import files_of_cases, tcga_patient
+from gated_srp.data.files.stride import unnamed_source
+from gated_srp.data.imported_splits import part_columns
+from gated_srp.data.matching import files_of_cases, slide_stem, tcga_patient
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import doubtful_classes
 from gated_srp.errors import UserError, counted
@@ -117,7 +119,8 @@ def draft_cohort(
         used, found = _put_slides(draft, frame, files, case=case, target=asked)
     else:
         used, found = _put_slide_table(draft, frame, files, Path(slides), home=home, case=case)
-    ids = {*used, *(name for key in USUAL for name in id_columns(frame, key))} - {*asked}
+    parts = _put_split(draft, frame, table, home) if sheet is None else []
+    ids = {*used, *parts, *(name for key in USUAL for name in id_columns(frame, key))} - {*asked}
     task = _put_task(draft, frame[[name for name in frame.columns if name not in ids]], table, asked)
     draft.say()
     _put_defaults(draft, find_task(task), found)
@@ -133,8 +136,16 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
             said[header.encoder] = 1
     names = sorted(name for name in said if name)
     names += [name for one in broken if one.kind == "several_encoders" for name in one.found if name not in names]
-    draft.put("features", _path(folder, home), f"{len(files)} feature files")
-    draft.saw(f"{folder}: {len(files)} feature files")
+    homes = Counter(path.parent for path in files)
+    twice = 2 * len({slide_stem(path) for path in files}) <= len(files)
+    if twice and len(homes) > 1 and len(names) < 2:
+        number = "two" if len(homes) == 2 else "several"
+        question = f"{number} feature files per slide were found; a model is trained on one."
+        draft.offer("features", [(_path(one, home), f"{homes[one]} feature files") for one in sorted(homes)], question)
+        files = [path for path in files if path.parent == min(homes)]
+    else:
+        draft.put("features", _path(folder, home), f"{len(files)} feature files")
+        draft.saw(f"{folder}: {len(files)} feature files")
     if len(names) > 1:
         question = "features of several encoders were found; a model is trained on those of one."
         draft.offer("encoder", [(name, f"{said[name]} files" if said[name] else "") for name in names], question)
@@ -144,7 +155,8 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
     else:
         draft.say("No file says which encoder made it; name it if you know, so that features of two are never mixed.")
         draft.say("encoder: uni_v2")
-    for (stride, unit, source), _ in Counter((h.stride, h.unit, h.stride_source) for h in headers).most_common(3):
+    strides = Counter((h.stride, h.unit, unnamed_source(h.path, h.stride_source)) for h in headers)
+    for (stride, unit, source), _ in strides.most_common(3):
         draft.say(f"stride {stride:g} {unit}: {source}")
     draft.say("stride: 512      # only where what the files say is wrong")
     if others := [one for one in broken if one.kind != "several_encoders"]:
@@ -152,6 +164,15 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
         draft.say(f"{unusable}; `gated-srp check` names all.")
         draft.saw(f"{unusable}: {others[0]}")
     return [path for path in files if len(names) < 2 or encoder_of_folder(path) in (None, names[0])]
+
+
+def _put_split(draft: Draft, frame: pd.DataFrame, table: Path, home: Path) -> list[str]:
+    """A split that the table brings along; gives its columns."""
+    if columns := part_columns(frame):
+        draft.find("split", _path(table, home), f"of the table itself: {', '.join(columns)}")
+    if len(columns) > 1:
+        draft.suggest("folds", len(columns), "all of them; fold 0 alone if not set")
+    return columns
 
 
 def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:

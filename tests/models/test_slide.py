@@ -300,3 +300,13 @@ def test_trace_says_when_nothing_was_seen():
     model = build_model("gated_srp", **SMALL)
     with pytest.raises(RuntimeError, match="none of the 4 layers"), trace(model):
         pass
+
+
+@pytest.mark.parametrize("arm", ["na", "gated_srp"])
+def test_a_model_of_one_block_trains_and_predicts_without_a_position(arm):
+    features, coords = bag(20)
+    model = build_model(arm, depth=1, **SMALL)
+    model.train()(features, graph_of(features, coords)).sum().backward()
+    assert model.head.weight.grad is not None and model.in_proj.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert torch.isfinite(model.eval()(features, graph_of(features, coords))).all()

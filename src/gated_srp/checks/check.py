@@ -1,6 +1,5 @@
 """Look at a cohort before it is trained on: what was found, what is wrong, what to do. Nothing in a cohort stops it."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from gated_srp.checks.survey import FileFacts, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
+from gated_srp.data.files.stride import unnamed_source
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
@@ -230,7 +230,7 @@ def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: boo
     good = [file for file in facts if file.usable]
     whole, weights = [file.neighbours for file in good if file.neighbours], [file.patches for file in good]
     thinned = [(file.neighbours, file.capped) for file in good if file.neighbours and file.capped]
-    strides = Counter((f"{file.stride:g} {file.unit}", _unnamed(file)) for file in good)
+    strides = Counter((f"{file.stride:g} {file.unit}", unnamed_source(file.path, file.stride_source)) for file in good)
     return {
         "files": {
             "looked_at": len(facts),
@@ -256,11 +256,6 @@ def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: boo
             "after": float(np.mean([after.mean for _, after in thinned])) if thinned else None,
         },
     }
-
-
-def _unnamed(file: FileFacts) -> str:
-    """Where the stride comes from; the slide's name, if it is part of that, as a star, so that equal sources are equal."""
-    return re.sub(rf"(?<!\w){re.escape(file.path.stem)}(?=_patches\.|\.)", "*", file.stride_source)
 
 
 def _about_slides(data: CohortData, facts: Sequence[FileFacts]) -> dict[str, int]:

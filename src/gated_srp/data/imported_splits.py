@@ -91,6 +91,14 @@ def count_folds(path: Path) -> int:
     return len(found) or 1
 
 
+def part_columns(frame: pd.DataFrame) -> list[str]:
+    """Columns of a table of labels that are a split: fold_0, fold_1 ... of Patho-Bench, else ``split``, filled with train, val, test."""
+    folds = [str(name) for name in frame if re.fullmatch(r"fold_?\d+", plain(str(name)))]
+    named = folds or usual_columns(frame, ("split", "set", "part"))[:1]
+    words = {name: set(frame[name].dropna().str.lower()) for name in named}
+    return [name for name in named if "train" in words[name] and words[name] <= _WORDS.keys()]
+
+
 def _read_folder(path: Path, fold: int) -> _Read:
     found = {_WORDS[file.stem.lower()]: file for file in sorted(path.glob("*.csv")) if file.stem.lower() in _WORDS}
     if found:

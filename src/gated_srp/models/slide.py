@@ -132,7 +132,7 @@ class SlideTransformer(SlideModel):
                 x = checkpoint(block, x, rows, scale, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rows, scale, scratch=scratch)
-            if number == 0 and self.ppeg is not None:
+            if number == 0 and self.ppeg is not None and x.shape[1] > 1:  # after a last block CLS is alone
                 x = self.ppeg(x, overwrite=scratch is not None)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits

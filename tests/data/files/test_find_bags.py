@@ -148,3 +148,17 @@ def test_a_named_folder_of_positions_wins_over_those_in_the_file(tmp_path):
     path = write_clam(tmp_path, "s", slide, step=512)
     write_h5(tmp_path / "other" / "s.h5", coords=slide.cells * 1024)
     assert (read_bag(path).stride, read_bag(path, coords=tmp_path / "other").stride) == (512, 1024)
+
+
+def test_torchmils_folders_of_hdf5_files_are_told_apart(tmp_path):
+    slide = make_slide()
+    arrays = {
+        "features": slide.features,
+        "coords": slide.cells * 512,
+        "labels": np.zeros(1),
+        "inst_labels": np.zeros(3),
+    }
+    for folder, array in arrays.items():
+        write_h5(tmp_path / folder / "s.h5", **{folder: array})
+    (found,) = find_bags(tmp_path)
+    assert found == tmp_path / "features" / "s.h5" and read_bag(found).stride == 512

@@ -19,8 +19,7 @@ from gated_srp.data.files.containers import CONTAINERS, Container, opened
 from gated_srp.errors import Note, UserError
 
 _POSITION_FOLDERS = ("patches", "coords", "coordinates")
-# torchmil keeps one array per file; the folder says which.
-_NOT_FEATURES = {"coords", "coordinates", "labels", "patch_labels", "inst_labels"}
+_LABELS = {"labels", "patch_labels", "inst_labels"}  # torchmil keeps one array per file; the folder says which
 _PAIRS = {"pt_files": "h5_files", "feats_pt": "feats_h5"}
 _COORDS = ("coords", "coordinates")
 _ENDS = ("_patches.h5", ".h5", ".npy", ".npz", ".index.npz")  # of a file of positions, after the slide's name
@@ -206,7 +205,7 @@ def _may_be_bag(path: Path) -> bool:
     ending, home = path.suffix.lower(), path.parent.name
     if ending not in CONTAINERS or path.name.startswith(".") or path.name.endswith(".index.npz"):
         return False
-    if ending == ".npy" and home in _NOT_FEATURES:
+    if home in _LABELS or (ending == ".npy" and home in _POSITION_FOLDERS):
         return False
     try:
         path.stat()

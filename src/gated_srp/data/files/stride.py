@@ -185,6 +185,15 @@ def _kept(coords: Tensor, stride: float) -> float:
     return float(counts.double().mean()) * len(torch.unique(cells, dim=0)) / len(coords)
 
 
+def unnamed_source(path: Path, source: str) -> str:
+    """Where a stride comes from, with the slide's name, if it is part of that, as a star, so that equal sources are equal.
+
+    >>> unnamed_source(Path("pt_files/s1.pt"), "declared on coords of s1.h5")
+    'declared on coords of *.h5'
+    """
+    return re.sub(rf"(?<!\w){re.escape(path.stem)}(?=_patches\.|\.)", "*", source)
+
+
 def stamp_positions(found: Positions, places: Places) -> Positions:
     """Microns of a STAMP file from before it wrote attributes, recognised by its stride of 224; others unchanged."""
     if any(text(attrs, "unit") == "um" or number(attrs, "tile_size_um") for _, attrs in places):
