@@ -170,25 +170,23 @@
   function recolour(one) {
     const data = state.data, layer = data.layers[state.chosen[one.number]], colours = data.colours[layer.colours];
     const start = performance.now();
-    const unit = Math.max(1, Math.min(8, 4096 / (Math.max(data.size[0], data.size[1]) / data.side)));
+    const unit = Math.max(2, Math.min(8, 1024 / (Math.max(data.size[0], data.size[1]) / data.side))); // pixels of a patch
     const scale = unit / data.side;
     const picture = made("canvas");
     picture.width = Math.max(1, Math.ceil(data.size[0] * scale));
     picture.height = Math.max(1, Math.ceil(data.size[1] * scale));
-    const pixels = new Uint8ClampedArray(picture.width * picture.height * 4);
-    const middle = layer.ticks.length && layer.colours === "PuOr_r";
+    const pixels = new Uint8ClampedArray(picture.width * picture.height * 4), words = new Uint32Array(pixels.buffer);
+    const middle = layer.colours === "PuOr_r";
     for (let i = 0; i < data.count; i++) {
       const place = layer.places[i];
       if (place === 255) continue;
       // Around the middle nothing happens, so that the tissue is seen there.
       const alpha = middle && data.image ? Math.min(255, 30 + Math.abs(place - 127) * 3) : 255;
-      const left = Math.max(0, Math.round(data.corners[2 * i] * scale)), right = Math.min(picture.width, Math.max(left + 1, Math.round((data.corners[2 * i] + data.side) * scale)));
-      const top = Math.max(0, Math.round(data.corners[2 * i + 1] * scale)), bottom = Math.min(picture.height, Math.max(top + 1, Math.round((data.corners[2 * i + 1] + data.side) * scale)));
-      for (let y = top; y < bottom; y++)
-        for (let x = left; x < right; x++) {
-          const at = 4 * (y * picture.width + x);
-          pixels[at] = colours[3 * place]; pixels[at + 1] = colours[3 * place + 1]; pixels[at + 2] = colours[3 * place + 2]; pixels[at + 3] = alpha;
-        }
+      const word = (alpha << 24) | (colours[3 * place + 2] << 16) | (colours[3 * place + 1] << 8) | colours[3 * place];
+      const x = data.corners[2 * i] * scale, y = data.corners[2 * i + 1] * scale;
+      const left = Math.max(0, Math.round(x)), right = Math.min(picture.width, Math.max(left + 1, Math.round(x + unit)));
+      const top = Math.max(0, Math.round(y)), bottom = Math.min(picture.height, Math.max(top + 1, Math.round(y + unit)));
+      for (let row = top; row < bottom; row++) words.fill(word, row * picture.width + left, row * picture.width + right);
     }
     picture.getContext("2d").putImageData(new ImageData(pixels, picture.width, picture.height), 0, 0);
     one.picture = picture;
