@@ -22,15 +22,15 @@ from gated_srp.reports.draw import (
     as_multiples,
     by_percentile,
     colour,
-    contact_sheet,
     describe,
-    draw_maps,
+    in_grey,
     in_image_pixels,
     linear,
     overview,
     scaled_map,
 )
 from gated_srp.reports.maps import VALUES, Patches, PatchMap, maps_of, read_scores, view_slide
+from gated_srp.reports.pictures import contact_sheet, draw_maps, extremes, figure_of_grid, figure_of_maps, numbered
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.srp.coefficient import FixedCoefficient
 from gated_srp.srp.trace import trace
@@ -161,9 +161,25 @@ def test_an_overlay_leaves_the_slide_alone_where_there_is_no_patch():
     background = np.random.default_rng(0).integers(0, 255, (2, 3, 3)).astype(np.uint8)
     places = np.full((2, 3), np.nan)
     places[0, 1] = 1.0
-    picture = colour(places, colormaps["inferno"], background)
-    changed = (picture != background).any(-1)
-    assert changed.tolist() == [[False, True, False], [False, False, False]]
+    for stain, below in ((True, background), (False, in_grey(background))):
+        picture = colour(places, colormaps["inferno"], background, stain=stain)
+        changed = (picture != below).any(-1)
+        assert changed.tolist() == [[False, True, False], [False, False, False]]
+
+
+def test_tissue_is_grey_under_the_colours_and_alone_where_nothing_happens():
+    from matplotlib import colormaps
+
+    eosin, glass = (220, 90, 150), (255, 255, 255)
+    background = np.array([[eosin, glass], [eosin, glass]], np.uint8)
+    scaled = scaled_map(PatchMap("beta", "beta", np.array([0.0, 2.0]), signed=True, limit=2.0, regimes=True))
+    picture = colour(scaled.places[:, None].repeat(2, 1), colormaps[scaled.colours], background).astype(int)
+    nothing, strong = picture
+    assert np.ptp(nothing[0]) <= 3  # grey: no eosin, and no colour where beta is 0
+    assert np.abs(nothing[0] - in_grey(background)[0, 0]).max() <= 8
+    red, _, blue = strong[0]
+    assert red > blue + 40  # orange, darker on tissue than on glass
+    assert strong[0].sum() < strong[1].sum()
 
 
 # What -----------------------------------------------------------------------------------------------------------------
@@ -283,7 +299,8 @@ def test_a_slide_that_cannot_be_the_patches_is_refused(tmp_path):
     slide = make_slide(1)
     clam = Patches.of(read_header(write_clam(tmp_path, "s", slide)))
     trident = Patches.of(read_header(write_trident(tmp_path, "t", slide)))
-    assert in_image_pixels(clam, _info((5000, 5000))) is clam
+    here = in_image_pixels(clam, _info((5000, 5000)))
+    assert here.corners is clam.corners and (here.header.mpp, here.header.magnification) == (0.5, 20.0)
     with pytest.raises(UserError, match="beyond"):
         in_image_pixels(clam, _info((2000, 2000)))
     with pytest.raises(UserError, match="80000 x 60000"):
@@ -320,16 +337,81 @@ def test_the_overview_and_the_canvas_show_the_same_places(slide_file):
         assert (picture[painted == i] == colours[i]).all()
 
 
-def test_the_contact_sheet_shows_the_highest_first_and_the_lowest_below(slide_file):
+def test_the_contact_sheet_shows_the_highest_first_the_lowest_below_and_what_lies_around_them(slide_file):
     image, file, colours = slide_file
     values = np.random.default_rng(2).permutation(12).astype(float)
     sheet = np.asarray(contact_sheet(Patches.of(read_header(file)), PatchMap("v", "v", values), image, count=2))
-    order = np.argsort(values)
-    height = 24 + 144 + 16 + 6
+    order, tile = np.argsort(values), 336  # a patch of 224 pixels with a quarter of it on each side
     for group, rows in enumerate((order[::-1][:2], order[:2])):
+        top = 10 + group * (24 + tile + 24 + 10 + 10) + 24
         for place, row in enumerate(rows):
-            middle = sheet[group * height + 24 + 72, 6 + 150 * place + 72]
-            assert np.abs(middle.astype(int) - colours[row]).max() <= 1
+            left = 10 + place * (tile + 10)
+            shown = sheet[top : top + tile, left : left + tile].astype(int)
+            assert np.abs(shown[100:230, 100:230] - colours[row]).max() <= 1
+            wanted = colours[row + 1] if row % 4 < 3 else 255  # the patch to the right; white beyond the slide
+            assert np.abs(shown[168, 310] - wanted).max() <= 1
+
+
+def test_no_patch_that_gained_is_among_the_lowest_and_ties_are_not_filled_up():
+    values = np.array([0.5, 0.2, 0.1, 0.05, -0.3])
+    up, down = extremes(PatchMap("change", "", values, signed=True, unit=1.0), count=3)
+    assert (up.rows.tolist(), down.rows.tolist()) == ([0, 1, 2], [4])
+    _, none = extremes(PatchMap("change", "", np.array([0.5, 0.2]), signed=True, unit=1.0))
+    assert (len(none.rows), none.note) == (0, "no patch")
+    tied = np.array([5.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    high, low = extremes(PatchMap("v", "", tied), count=3)
+    assert (high.rows.tolist(), high.note) == ([0, 1], "the next 5 patches share one value, so none of them is shown")
+    assert (low.rows.tolist(), low.note) == ([7], "the next 5 patches share one value, so none of them is shown")
+    clipped = PatchMap("a", "", np.array([3.0, 2.0, -0.1, -0.2, -0.3, 1.0]), unit=1.0, clipped=True)
+    assert extremes(clipped, count=2)[1].note == "3 patches share one value, so none of them is shown"
+    high, low = extremes(PatchMap("v", "", np.array([1.0, 2.0, 3.0])), count=12)  # no patch is in both groups
+    assert (high.rows.tolist(), low.rows.tolist()) == ([2], [0])
+
+
+def test_the_map_has_the_numbers_of_the_sheet_a_scale_bar_and_says_how_it_lies(slide_file):
+    _, file, _ = slide_file
+    header = replace(read_header(file), mpp=0.5, magnification=20.0)
+    patches, one = Patches.of(header), PatchMap("v", "v", np.arange(12.0), limit=12.0)
+    figure = figure_of_maps([("h", patches, one)], title="t", numbers=numbered(extremes(one, count=2)))
+    axes = figure.axes[0]
+    words = {text.get_text(): text.get_position() for text in axes.texts}
+    # Number 1 is the highest, the last patch; number 4 the lowest but one, the second.
+    assert words["1"] == (3 * 64 + 32, 2 * 64 + 32) and words["4"] == (64 + 32, 32)
+    ((left, right),) = [line.get_xdata() for line in axes.lines]
+    assert "20 µm" in words and right - left == pytest.approx(40)  # of 256 pixels, 128 microns
+    foot = figure.get_supxlabel().replace("\n", " ")
+    assert foot == "as scanned: x to the right, y down; scanned at 20x; 0.5 µm per pixel; patches of 64 pixels, 32 µm"
+    bare = figure_of_maps([("h", Patches.of(read_header(file)), one)], title="t")
+    assert len(bare.axes[0].lines) == 0 and "size of a pixel not known" in bare.get_supxlabel().replace("\n", " ")
+
+
+def test_outlines_lie_around_the_patches_that_they_mean(slide_file):
+    image, file, _ = slide_file
+    patches, picture, canvas = overview(Patches.of(read_header(file)), image)
+    values = np.where(np.arange(12) == 1, 4.1, 0.7)  # the second patch of the first row
+    one = PatchMap("attention", "a", values, unit=1.0)
+    figure = figure_of_maps([("h", patches, one)], title="t", slide=(picture, canvas), overlay="contour")
+    (lines,) = figure.axes[0].collections
+    drawn = np.concatenate([path.vertices for path in lines.get_paths() if len(path.vertices)])
+    assert drawn.min(0) == pytest.approx([64, 0], abs=1.5) and drawn.max(0) == pytest.approx([128, 64], abs=1.5)
+    assert np.array_equal(figure.axes[0].images[0].get_array(), picture)  # the tissue in its own colours
+
+
+def test_a_grid_has_a_row_per_slide_and_a_column_per_method_with_one_for_differential_attention(tmp_path, slide_file):
+    _, file, _ = slide_file
+    runs = [_run(tmp_path / "runs" / arm, arm)[0] for arm in ("na", "diff", "gated_srp")]
+    file.with_name("t.h5").write_bytes(file.read_bytes())
+    said = _command(*runs, file.parent, "-o", tmp_path / "out", "--grid")
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "out" / "grid_attention.png").is_file()
+    found = gated_srp.heatmap(runs, file.parent, out=tmp_path / "out", grid=True)
+    assert found.grid in found.written
+    figure = figure_of_grid([one.row for one in found.slides], title="t")
+    grid = [axes for axes in figure.axes if axes.images]
+    assert len(grid) == 2 * (1 + 3)
+    assert [axes.get_title() for axes in grid[:4]] == ["patches", "NA", "Diff", "Gated SRP"]
+    assert [axes.get_ylabel() for axes in grid[::4]] == ["s", "t"]
+    assert (found.slides[0].row.maps["Diff"][1].values >= 0).all()  # the positive part alone
 
 
 def _command(*arguments):

@@ -295,7 +295,10 @@ def test_trajectories_and_the_gates_geometry_are_drawn_by_name(tmp_path):
     found = write_study(tmp_path / "g", read_studies("signed-gate", FOLDER)[0], [], (), Running())
     assert (tmp_path / "g" / "signed_gate.png") in found.files
     found = write_study(tmp_path / "g", read_studies("redundancy", FOLDER)[0], [], (), Running())
-    assert (found.files, found.command) == ((), "gated-srp redundancy cohort.yaml --images PHOTOGRAPHS --encoder uni_v2 --run RUN")
+    assert (found.files, found.command) == (
+        (),
+        "gated-srp redundancy cohort.yaml --images PHOTOGRAPHS --encoder uni_v2 --run RUN",
+    )
 
 
 def test_settings_of_ones_own_are_named_beside_the_judgement(tmp_path):

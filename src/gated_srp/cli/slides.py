@@ -90,6 +90,11 @@ def heatmap(
         bool,
         Option("--percentile", help="Stretch the colours to each slide, percentile 1 to 99, instead of a fixed scale."),
     ] = False,
+    overlay: Annotated[
+        Literal["grey", "stain", "contour"],
+        Option(help="Colours over grey tissue, over its own colours, or outlines over the latter."),
+    ] = "grey",
+    grid: Annotated[bool, Option("--grid", help="Also all slides beside all runs in one picture.")] = False,
     export: Annotated[
         list[str] | None, Option(help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
     ] = None,
@@ -111,6 +116,8 @@ def heatmap(
             head=head,
             gates=gates,
             percentile=percentile,
+            overlay=overlay,
+            grid=grid,
             wsi=wsi,
             export=export or (),
             coords=coords,

@@ -1,34 +1,25 @@
-"""Numbers of patches as pictures: heatmaps painted from level-0 rectangles, alone or over the slide, and contact sheets.
+"""Numbers of patches as pixels: where a patch lies on a canvas or a slide, and which colour a value has. `pictures` draws them.
 
 Shapes: L patches, h and w rows and columns of the canvas.
 """
 
 import math
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
 
 from gated_srp.errors import UserError
-from gated_srp.files import whole
 from gated_srp.reports.maps import SHUT, Patches, PatchMap
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.srp.coefficient import regimes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _LONGEST = 1400  # pixels of a canvas's longer side
-_DPI = 160
 _OPACITY = 0.55
-_TILE = 144  # pixels of a tile on a contact sheet
-_CAPTION = 16
+_TISSUE = 0.7  # of the darkness of tissue, under colours
+LIGHT = 0.8  # opacity of the colours on glass, and so on the colour bar: tissue must show through the darkest
 _FLAT = 0.02  # of the slide's mean: differences below it are nothing
 _REGIMES = ("amplifies", "leaves as is", "projects out", "reflects")  # in the order of `srp.coefficient.regimes`
 
@@ -95,6 +86,7 @@ def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:
                 cure="Draw without the slide.",
             )
         patches = replace(patches, corners=patches.corners / info.mpp, side=patches.side / info.mpp)
+        header = replace(header, unit="px", coords=header.coords / info.mpp, level0_size=None)
     size = f"{info.size[0]} x {info.size[1]}"
     if header.level0_size and header.unit == "px" and header.level0_size != info.size:
         own = f"{header.level0_size[0]} x {header.level0_size[1]}"
@@ -110,7 +102,8 @@ def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:
             where=header.path,
             cure="Name the image that was extracted.",
         )
-    return patches
+    mpp, magnification = header.mpp or info.mpp, header.magnification or info.magnification
+    return replace(patches, header=replace(header, mpp=mpp, magnification=magnification))
 
 
 def overview(patches: Patches, image: Path) -> tuple[Patches, np.ndarray, Canvas]:
@@ -143,6 +136,11 @@ class Scaled:
     colours: str
     label: str
     beyond: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def signed(self) -> bool:
+        """Whether the middle of the colours is nothing."""
+        return self.colours == _AROUND
 
 
 def scaled_map(one: PatchMap, *, percentile: bool = False) -> Scaled:
@@ -277,103 +275,26 @@ def regime_shares(values: np.ndarray) -> str:
     return ", ".join(parts).replace("%", " %")
 
 
-def colour(places: np.ndarray, colours: Any, background: np.ndarray | None) -> np.ndarray:
-    """(h, w) places, NaN where there is no patch -> (h, w, 3) bytes, blended with the slide where there is one."""
-    bare = np.isnan(places)
-    picture: np.ndarray = colours(np.where(bare, 0.0, places), bytes=True)[..., :3]
+def colour(places: np.ndarray, colours: Any, background: np.ndarray | None, *, stain: bool = False) -> np.ndarray:
+    """(h, w) places, NaN where there is no patch -> (h, w, 3) bytes: the colours, darkened by the tissue in grey where there is a slide.
+
+    On white glass they are those of the colour bar, and the white of a diverging map shows the tissue alone. ``stain``: blended with
+    the tissue in its own colours instead.
+    """
+    bare = np.isnan(places)[..., None]
+    picture: np.ndarray = colours(np.where(bare[..., 0], 0.0, places), bytes=True)[..., :3]
     if background is None:
-        return np.where(bare[..., None], np.uint8(235), picture)
-    mixed = (picture * np.float32(_OPACITY) + background * np.float32(1 - _OPACITY)).round().astype(np.uint8)
-    return np.where(bare[..., None], background, mixed)
+        return np.where(bare, np.uint8(235), picture)
+    if stain:
+        mixed = (picture * np.float32(_OPACITY) + background * np.float32(1 - _OPACITY)).round().astype(np.uint8)
+        return np.where(bare, background, mixed)
+    grey = in_grey(background)
+    light = 255 - (255 - picture) * np.float32(LIGHT)
+    return np.where(bare, grey, (light * (grey / np.float32(255))).round().astype(np.uint8))
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
-
-
-def draw_maps(
-    maps: Sequence[tuple[str, Patches, PatchMap]],
-    path: Path,
-    *,
-    title: str,
-    slide: tuple[np.ndarray, Canvas] | None = None,
-    percentile: bool = False,
-) -> None:
-    """One panel per map (with a heading of its own), over the slide's overview where there is one, to a PNG."""
-    from matplotlib.figure import Figure
-
-    columns = min(len(maps), 4)
-    rows = math.ceil(len(maps) / columns)
-    canvas = slide[1] if slide else Canvas.around(maps[0][1], maps[0][1].header.level0_size)
-    tall = min(max(canvas.size[1] / canvas.size[0], 0.45), 2.2)
-    figure = Figure(figsize=(6.4 * columns, (4.9 * tall + 0.8) * rows + 0.3), layout="constrained")
-    for place, (heading, patches, one) in enumerate(maps, 1):
-        axes = figure.add_subplot(rows, columns, place)
-        _panel(figure, axes, patches, one, canvas, None if slide is None else slide[0], percentile)
-        axes.set_title(_wrapped(heading, 62), fontsize=9)
-    figure.suptitle(_wrapped(title, 56 * columns), fontsize=10)
-    with whole(path) as draft:
-        figure.savefig(draft, dpi=_DPI, format="png")
-
-
-def _panel(
-    figure: "Figure",
-    axes: "Axes",
-    patches: Patches,
-    one: PatchMap,
-    canvas: Canvas,
-    background: np.ndarray | None,
-    percentile: bool,
-) -> None:
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-
-    scaled = scaled_map(one, percentile=percentile)
-    picture = colour(canvas.paint(patches, scaled.places), colormaps[scaled.colours], background)
-    right, bottom = (o + s * canvas.scale for o, s in zip(canvas.origin, canvas.size, strict=True))
-    axes.imshow(picture, interpolation="nearest", extent=(canvas.origin[0], right, bottom, canvas.origin[1]))
-    axes.set(xticks=[], yticks=[])
-    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
-    extend = ends[scaled.beyond[0] > 0, scaled.beyond[1] > 0]  # arrows on the bar where patches lie beyond it
-    marks = [place for place, _ in scaled.ticks]
-    bar = figure.colorbar(ScalarMappable(cmap=scaled.colours), ax=axes, shrink=0.8, ticks=marks, extend=extend)
-    bar.ax.set_yticklabels([text for _, text in scaled.ticks], fontsize=8)
-    bar.set_label(scaled.label, fontsize=8)
-    past = sum(scaled.beyond)
-    outside = f"; {past:.1%} of the patches lie beyond the colours".replace("%", " %") if past else ""
-    axes.set_xlabel(_wrapped(describe(one) + outside, 80), fontsize=8)
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())
-
-
-def contact_sheet(patches: Patches, one: PatchMap, image: Path, *, count: int = 12) -> Image.Image:
-    """The patches with the highest and the lowest values, each with its value and position."""
-    known = np.flatnonzero(np.isfinite(one.values))
-    order = known[np.argsort(one.values[known], kind="stable")]
-    count = min(count, len(order))
-    columns = min(6, count)
-    rows = math.ceil(count / columns)
-    groups = (("highest", order[::-1][:count]), ("lowest", order[:count]))
-    step, block = (_TILE + 6, _TILE + _CAPTION + 6), 24 + rows * (_TILE + _CAPTION + 6)
-    sheet = Image.new("RGB", (columns * step[0] + 6, 2 * block + 6), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
-    # Pillow's built-in font has Latin characters only.
-    title = one.title.replace("−", "-").replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
-    with SlideImage(image) as slide:
-        here = in_image_pixels(patches, slide.info)
-        for group, (name, chosen) in enumerate(groups):
-            pen.text((6, group * block + 6), f"{name}: {title}", "black", font)
-            for place, row in enumerate(chosen):
-                left, top = 6 + place % columns * step[0], group * block + 24 + place // columns * step[1]
-                sheet.paste(_tile(slide, here.corners[row], here.side), (left, top))
-                x, y = here.corners[row]
-                pen.text((left, top + _TILE + 2), f"{one.values[row]:.3g}  ({x:.0f}, {y:.0f})", "black", font)
-    return sheet
-
-
-def _tile(slide: SlideImage, corner: np.ndarray, side: float) -> Image.Image:
-    level = slide.best_level(max(1.0, side / _TILE))
-    read = max(1, round(side / slide.info.downsamples[level]))
-    pixels = slide.read(round(corner[0]), round(corner[1]), level=level, size=(read, read))
-    return Image.fromarray(pixels).resize((_TILE, _TILE), Image.Resampling.LANCZOS)
+def in_grey(picture: np.ndarray) -> np.ndarray:
+    """(h, w, 3) bytes in grey and lighter, so that colours show on it."""
+    light = picture @ np.array([0.299, 0.587, 0.114], np.float32)  # (h, w)
+    light = 255 - (255 - light) * np.float32(_TISSUE)
+    return light.round().astype(np.uint8)[..., None].repeat(3, -1)

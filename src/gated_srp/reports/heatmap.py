@@ -14,12 +14,13 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_image
-from gated_srp.models import load_card, model_file
+from gated_srp.models import arm_title, load_card, model_file
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.reports import maps
-from gated_srp.reports.draw import contact_sheet, draw_maps, find_image, overview
+from gated_srp.reports.draw import find_image, overview
 from gated_srp.reports.export import WRITERS
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, read_scores, view_slide
+from gated_srp.reports.pictures import GridRow, Overlay, contact_sheet, draw_grid, draw_maps, extremes, numbered
 from gated_srp.slides.reader import ENDINGS
 
 
@@ -32,6 +33,7 @@ class SlideHeatmap:
     sheet: Path | None  # the contact sheet, where the slide image is there
     exports: tuple[Path, ...]
     maps: tuple[PatchMap, ...]
+    row: GridRow
 
     @property
     def written(self) -> list[Path]:
@@ -48,10 +50,11 @@ class Heatmaps:
     slides: tuple[SlideHeatmap, ...]
     left_out: tuple[Note, ...] = ()
     warnings: tuple[Note, ...] = ()
+    grid: Path | None = None  # slides beside runs in one picture
 
     @property
     def written(self) -> list[Path]:
-        return [path for slide in self.slides for path in slide.written]
+        return [*(path for slide in self.slides for path in slide.written), *([self.grid] if self.grid else [])]
 
     def _repr_html_(self) -> str:
         pictures = (base64.b64encode(slide._repr_png_()).decode() for slide in self.slides[:20])
@@ -67,6 +70,8 @@ def heatmap(
     head: int | None = None,
     gates: str | None = None,
     percentile: bool = False,
+    overlay: Overlay = "grey",
+    grid: bool = False,
     wsi: str | Path | None = None,
     export: Sequence[str] = (),
     coords: str | Path | None = None,
@@ -85,6 +90,8 @@ def heatmap(
         head: which head, from 1; the mean over heads if not set.
         gates: a what-if: set every gate to off, projection, reflection or amplification instead of what it learned.
         percentile: colours stretched to each slide, from percentile 1 to 99, instead of a fixed scale; the picture says so.
+        overlay: colours over the tissue in grey, over its own colours (stain), or outlines over the latter (contour).
+        grid: also one picture of all slides beside all runs, as the paper shows them.
         wsi: the slide image; the one that the feature file names, if it exists.
         export: also write geojson (QuPath), csv, parquet or h5.
         coords: the folder of the positions, where it is not beside the features.
@@ -102,7 +109,13 @@ def heatmap(
     """
     paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     image = None if wsi is None else Path(wsi)
-    shown: dict[str, Any] = {"value": str(value), "layer": layer, "head": head, "percentile": percentile}
+    shown: dict[str, Any] = {
+        "value": str(value),
+        "layer": layer,
+        "head": head,
+        "percentile": percentile,
+        "overlay": overlay,
+    }
     reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
     shown |= {"image": image, "export": export, "reading": reading}
     if unknown := [name for name in export if name not in WRITERS]:
@@ -127,7 +140,13 @@ def heatmap(
             left_out.append(Note.of(error))
         if len(files) > 1:
             progress(Event("slides", number, len(files)))
-    return Heatmaps(tuple(drawn), tuple(left_out), tuple(warnings))
+    together = None
+    if grid and drawn:
+        together = Path(out) / f"grid_{Path(value).stem}.png"
+        settings: dict[str, Any] = {"percentile": percentile, "overlay": overlay}
+        title = f"{drawn[0].maps[-1].title.splitlines()[0]}: slides beside methods"
+        draw_grid([one.row for one in drawn], together, title=title, **settings)
+    return Heatmaps(tuple(drawn), tuple(left_out), tuple(warnings), together)
 
 
 def feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:
@@ -176,6 +195,7 @@ def draw_slide(
     layer: int | None = None,
     head: int | None = None,
     percentile: bool = False,
+    overlay: Overlay = "grey",
     image: Path | None = None,
     export: Sequence[str] = (),
     reading: Preparation = Preparation(),  # noqa: B008 - frozen
@@ -190,18 +210,18 @@ def draw_slide(
     panels = panels or [_score_panel(file, value, reading)]
     own = panels[0].patches
     image, slide = find_image(own, image), None
+    numbers: dict[int, int] = {}
     if image is not None:
         here, picture, canvas = overview(own, image)
-        slide = picture, canvas
-        scale = here.side / own.side  # 1, unless the file has microns
-        panels = [replace(panel, patches=_scaled(panel.patches, scale)) for panel in panels]
+        slide, numbers = (picture, canvas), numbered(extremes(panels[0].one))
+        panels = [replace(panel, patches=_on_image(panel.patches, here)) for panel in panels]
     name = slide_stem(file)
     kind = panels[0].one.name if len(panels) == 1 else Path(value).stem
     stem = f"{name}_" + re.sub(r"[^\w.-]+", "_", kind)  # a user's column may have any name
     title = f"{name}: " + (value if value in maps.VALUES else f"scores of {Path(value).name}")
     drawn, sheet = out / f"{stem}.png", None
     headed = [(panel.heading, panel.patches, panel.one) for panel in panels]
-    draw_maps(headed, drawn, title=title, slide=slide, percentile=percentile)
+    draw_maps(headed, drawn, title=title, slide=slide, percentile=percentile, overlay=overlay, numbers=numbers)
     if image is not None:
         sheet = out / f"{stem}_patches.png"
         write_image(contact_sheet(own, panels[0].one, image), sheet)
@@ -212,7 +232,11 @@ def draw_slide(
         for ending in export:
             exports.append(out / f"{label}.{ending}")
             WRITERS[ending](exports[-1], first.patches, first.table, first.one)
-    return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels))
+    last = {panel.run: (panel.patches, panel.one) for panel in panels}  # of a signed attention its positive part
+    arms = [view.arm for view in views]
+    methods = [arm_title(view.arm) if arms.count(view.arm) == 1 else view.run for view in views] or ["scores"]
+    row = GridRow(name, dict(zip(methods, last.values(), strict=True)), slide)
+    return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels), row)
 
 
 def _score_panel(file: Path, value: str, reading: Preparation) -> _Panel:
@@ -224,8 +248,7 @@ def _score_panel(file: Path, value: str, reading: Preparation) -> _Panel:
     return _Panel(f"column {one.name}", patches, one, {one.name: one.values})
 
 
-def _scaled(patches: Patches, scale: float) -> Patches:
-    if scale == 1:
-        return patches
-    header = replace(patches.header, unit="px", coords=patches.header.coords * scale)
-    return replace(patches, corners=patches.corners * scale, side=patches.side * scale, header=header)
+def _on_image(patches: Patches, here: Patches) -> Patches:
+    """In the pixels of the image, as ``here`` is: a run with a cap has fewer patches of the same file."""
+    scale = here.side / patches.side  # 1, unless the file has microns
+    return replace(patches, corners=patches.corners * scale, side=here.side, header=here.header)

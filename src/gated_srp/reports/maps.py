@@ -81,6 +81,7 @@ class SlideView:
     limits: tuple[float, ...]  # of each layer: the size that its beta cannot exceed
     warnings: tuple[Note, ...]  # about the file
     prediction: str = ""  # in words
+    arm: str = "model"
 
     @cached_property
     def ungated(self) -> Sequence[LayerTrace] | None:
@@ -127,12 +128,14 @@ def view_slide(
     ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
     limits = tuple(m.correction.coefficient.largest if isinstance(m.correction, GatedSRP) else 0.0 for m in traced)
-    label = f"{trained.card['settings'].get('arm', 'model')}, {model_file(run).resolve().parent.name}"
+    arm = str(trained.card["settings"].get("arm", "model"))
+    label = f"{arm}, {model_file(run).resolve().parent.name}"
     label += f", gates set to {gates}" if gates else ""
     homogeneity = bag.graph.homogeneity.numpy()
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
     warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
-    return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings, _answer(trained, logits))
+    answer = _answer(trained, logits)
+    return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings, answer, arm)
 
 
 def _set_to(gates: str, model: nn.Module, gated: bool, run: Path) -> AbstractContextManager[None]:
