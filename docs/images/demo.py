@@ -8,8 +8,8 @@ from PIL import Image
 
 from gated_srp.demo import NAME, heatmap_slide
 from gated_srp.files import whole
-from gated_srp.reports.draw import draw_maps
 from gated_srp.reports.maps import maps_of, read_scores, view_slide
+from gated_srp.reports.pictures import draw_maps
 
 
 def draw(home: Path, output: Path) -> None:

@@ -26,9 +26,10 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.errors import UserError
 from gated_srp.files import write_json, write_whole
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.reports.draw import draw_maps, find_image, overview
+from gated_srp.reports.draw import find_image, overview
 from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.maps import VALUES, maps_of, view_slide
+from gated_srp.reports.pictures import draw_maps
 
 if TYPE_CHECKING:
     import pandas as pd
