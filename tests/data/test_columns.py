@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from gated_srp.data.splits import own_split
 from gated_srp.data.table import Columns, read_table
 from gated_srp.errors import UserError
 
@@ -129,3 +130,14 @@ def test_a_patient_column_of_tcga_samples_is_not_trusted(tmp_path: Path) -> None
     assert "'case_id' has several ids for 6 patients, by the TCGA barcodes (TCGA-AA-1000)" in warning.what
     assert table.patients == "unknown"
     assert read_table(write(tmp_path, slide_id=slides, case_id=[name[:12] for name in slides])).patients == "column"
+
+
+def test_ids_of_diagnoses_in_gdcs_table_are_no_patients(tmp_path: Path) -> None:
+    more = {"cases.submitter_id": pairs(), "diagnoses.submitter_id": [f"D{i}" for i in range(12)]}
+    assert list(read_table(write(tmp_path, **more)).frame["case"]) == pairs()
+
+
+def test_a_split_without_known_patients_is_not_called_one_by_patient(tmp_path: Path) -> None:
+    assert own_split(read_table(write(tmp_path)), 42).source == "hold-out by slide, seed 42"
+    known = read_table(write(tmp_path, PatientID=pairs()))
+    assert own_split(known, 42).source == "hold-out by patient, seed 42"

@@ -175,3 +175,11 @@ def test_commas_that_may_mean_thousands_are_refused(tmp_path: Path, cells: list[
     )
     with pytest.raises(UserError, match=r"column 'time' holds . values that cannot be read"):
         read_table(tmp_path / "t.csv")
+
+
+def test_only_line_ends_end_a_row_and_a_quotation_mark_left_open_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('slide_id,label\na,x\u2028y\n"b\n1",z\x0b\n')
+    assert read_frame(tmp_path / "t.csv")[0].to_numpy().tolist() == [["a", "x\u2028y"], ["b\n1", "z"]]
+    (tmp_path / "t.csv").write_text('slide_id,label\na,"x\nb,y\nc,z\n')
+    with pytest.raises(UserError, match="a quotation mark that is not closed"):
+        read_frame(tmp_path / "t.csv")

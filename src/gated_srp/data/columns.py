@@ -85,6 +85,7 @@ def id_columns(frame: pd.DataFrame, key: str) -> list[str]:
     found = usual_columns(frame, USUAL[key])
     if key == "case":
         found += [name for name in frame.columns if name not in found and _PATIENT.fullmatch(_squashed(name))]
+        found = [name for name in found if not _SECTION.match(name) or name.casefold().startswith("case")]
         found = [name for name in found if len(frame) < 10 or not _two_groups(frame[name])]
     return found
 

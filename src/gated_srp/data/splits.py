@@ -128,7 +128,7 @@ def case_groups(table: Table) -> dict[str, str]:
 def own_split(table: Table, seed: int) -> Split:
     """The published rule on the user's patients."""
     rules = {"shuffled": hold_out, "dealt": dealt_hold_out}
-    return _by_case(rules[table.kind.hold_out](case_groups(table), seed), f"hold-out by patient, seed {seed}")
+    return _by_case(rules[table.kind.hold_out](case_groups(table), seed), f"hold-out by {_unit(table)}, seed {seed}")
 
 
 def k_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
@@ -141,7 +141,7 @@ def k_folds(table: Table, folds: int, seed: int) -> tuple[Split, ...]:
         test = set(order[fold::folds])
         rest = {case: group for case, group in groups.items() if case not in test}
         parts = dict.fromkeys(test, "test") | validation_of(rest, seed)
-        splits.append(_by_case(parts, f"fold {fold} of {folds} by patient, seed {seed}"))
+        splits.append(_by_case(parts, f"fold {fold} of {folds} by {_unit(table)}, seed {seed}"))
     return tuple(splits)
 
 
@@ -177,6 +177,10 @@ def validation_of(groups: Mapping[str, Hashable], seed: int) -> dict[str, str]:
         val = _tenth(len(units))
         parts |= dict.fromkeys(units[:val], "val") | dict.fromkeys(units[val:], "train")
     return parts
+
+
+def _unit(table: Table) -> str:
+    return "slide" if table.patients in ("slide", "unknown") else "patient"
 
 
 def _by_case(parts: Mapping[str, str], source: str) -> Split:

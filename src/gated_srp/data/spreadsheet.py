@@ -37,7 +37,7 @@ def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFr
     except UnicodeDecodeError as error:
         cure = "Save the table again as 'CSV UTF-8' or as .xlsx."
         raise UserError(f"not UTF-8 text ({error.reason})", where=path, cure=cure) from None
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile, csv.Error) as error:
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         what = f"cannot be read as a table ({error})"
         raise UserError(what, where=path, cure="Open it, check it, save it again.") from None
     frame = frame.dropna(how="all")
@@ -68,8 +68,12 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]
         return frame.apply(_as_text), ()
     if ending in {".csv", ".tsv", ".txt"}:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = file.read().splitlines(keepends=True)
-        return _tabled(list(csv.reader(lines, delimiter=_separator(lines))), path)
+            lines = list(file)
+        try:  # strict: a quotation mark that is never closed would swallow the rows below it
+            return _tabled(list(csv.reader(lines, delimiter=_separator(lines), strict=True)), path)
+        except csv.Error as error:
+            what = f"a cell begins with a quotation mark that is not closed at its end ({error})"
+            raise UserError(what, where=path, cure="Correct the cell, or save the table as .xlsx.") from None
     what = f"tables end in .csv, .tsv, .xlsx or .parquet, not {ending or 'nothing'!r}"
     raise UserError(what, where=path, cure="Save it as one of these.")
 
