@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import os
 import platform
 import subprocess
@@ -64,9 +65,13 @@ def processor() -> str:
 
 
 # The cost of a run: rough, from counted products and one measurement. The factors were measured once on the paper's model (384
-# channels, 4 blocks, 1,536 features; 4,096 to 10,000 patches): training takes 1.3 times the time of its matrix products alone,
-# and keeps about 18 numbers per patch, channel and block.
+# channels, 4 blocks, 1,536 features; 25 to 10,000 patches): training takes 1.3 times the time of its matrix products alone,
+# and keeps about 18 numbers per patch, channel and block. On small slides other things count: the inverse of the landmarks, which costs
+# as much as 15 patches, calling the blocks, and the start of the process.
 _OVERHEAD = 1.3
+_INVERSE = 6 * 4  # products of its iterations
+_BLOCK = 0.005  # seconds in which a block is called, forward, however little it computes
+_START = 5.0  # seconds in which a process imports its libraries and reads its table
 _KEPT = 18
 _BASE = 0.5e9  # bytes of the libraries, the model and its optimiser
 _SIDE = 1024  # of the square matrices that are multiplied to measure the machine
@@ -74,18 +79,21 @@ _SIDE = 1024  # of the square matrices that are multiplied to measure the machin
 
 @dataclass(frozen=True)
 class Trunk:
-    """Sizes of the model that would be trained; ``dense``: attention over all pairs of patches."""
+    """Sizes of the model that would be trained; ``dense``: attention over all pairs of patches; ``landmarks`` of Nystrom's, or 0."""
 
     in_dim: int
     dim: int = 384
     depth: int = 4
     dense: bool = False
+    heads: int = 6
+    landmarks: int = 0
 
     def operations(self, patches: int) -> float:
         """Floating-point operations of one forward pass over a slide."""
         linear = 2 * (12 * self.dim**2 * self.depth + self.in_dim * self.dim)
         pairs = 4 * patches * self.dim * (self.depth - 1) if self.dense else 0
-        return _OVERHEAD * patches * (linear + pairs)
+        inverse = 2 * self.landmarks**3 * self.heads * _INVERSE * self.depth
+        return _OVERHEAD * patches * (linear + pairs) + inverse
 
     def memory(self, patches: int) -> float:
         """Bytes that a training step on a slide needs, in single precision."""
@@ -122,15 +130,17 @@ def this_machine() -> Machine:
     return Machine(f"{threads} processor thread{'s' if threads > 1 else ''}", rate, memory)
 
 
-def run_seconds(trunk: Trunk, patches: dict[str, list[int]], *, epochs: int, rate: float) -> float:
-    """Of one run: each epoch trains on train (forward and backward: three times forward) and looks at val; test once.
+def run_seconds(trunk: Trunk, patches: dict[str, list[int]], *, epochs: int, rate: float, at_once: int = 1) -> float:
+    """Of one run: its start; each epoch trains on train (forward and backward: three times forward) and looks at val; val and test once.
 
-    ``patches``: of each slide by part.
+    ``patches``: of each slide by part; ``at_once``: how many go through the model together.
 
     >>> trunk = Trunk(in_dim=1536)
-    >>> run_seconds(trunk, {"train": [100], "val": [100], "test": [100]}, epochs=2, rate=trunk.operations(100))
-    9.0
+    >>> round(run_seconds(trunk, {"train": [100], "val": [100], "test": [100]}, epochs=2, rate=trunk.operations(100)), 2)
+    15.2
     """
-    forward = {part: sum(map(trunk.operations, counts)) for part, counts in patches.items()}
-    total = epochs * (3 * forward.get("train", 0.0) + forward.get("val", 0.0)) + forward.get("test", 0.0)
-    return total / rate
+    forward = dict.fromkeys(("train", "val", "test"), 0.0)
+    for part, counts in patches.items():
+        called = math.ceil(len(counts) / at_once) * trunk.depth * _BLOCK
+        forward[part] = sum(map(trunk.operations, counts)) / rate + called
+    return _START + epochs * (3 * forward["train"] + forward["val"]) + forward["val"] + forward["test"]

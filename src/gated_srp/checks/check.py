@@ -22,8 +22,8 @@ from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
-from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
-from gated_srp.models import ARMS, arm_settings
+from gated_srp.machine import Machine, run_seconds, this_machine
+from gated_srp.models import arm_settings
 from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -296,10 +296,9 @@ def _about_cost(
     width = Counter(file.width for file in facts if file.usable).most_common(1)[0][0]
     frame = data.with_parts(next(iter(splits.values())))
     slides = {part: [good[path] for path in frame.loc[frame["part"] == part, "file"] if path in good] for part in PARTS}
-    model = config.model
-    arms = [arm_settings(name)[0] for name in config.arms]
-    trunks = [Trunk(width, model.dim, model.depth, dense=arm in ARMS and ARMS[arm].dense) for arm in arms]
-    seconds = [run_seconds(trunk, slides, epochs=config.train.epochs, rate=machine.rate) for trunk in trunks]
+    trunks = [config.trunk(arm_settings(name)[0], width) for name in config.arms]
+    how = {"epochs": config.train.epochs, "at_once": config.at_once}
+    seconds = [run_seconds(trunk, slides, rate=machine.rate, **how) for trunk in trunks]
     return {
         "machine": asdict(machine),
         "epochs": config.train.epochs,

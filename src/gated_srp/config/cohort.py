@@ -24,6 +24,7 @@ from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, check_fold, k_folds, own_split, site_folds
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
+from gated_srp.machine import Trunk
 from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
 from gated_srp.tasks import task_names
 
@@ -264,6 +265,12 @@ class CohortConfig(_Section):
     def _model(self, arm: str) -> dict[str, Any]:
         gate = self.gate(arm)
         return self.model.model_dump() | {"delta": gate.delta, "hidden_dim": gate.hidden_dim}
+
+    def trunk(self, arm: str, width: int) -> Trunk:
+        """What a run of an arm on features of this width computes, for an estimate; an unknown arm is taken for a usual one."""
+        model, known = self.model, ARMS.get(arm, ARMS["na"])
+        landmarks = model.num_landmarks if known.trunk == "nystrom" else 0
+        return Trunk(width, model.dim, model.depth, known.dense, heads=model.num_heads, landmarks=landmarks)
 
     def resolved(self, arm: str | None = None) -> dict[str, Any]:
         """Everything as plain values for a YAML file, paths absolute; with ``arm`` the settings of that arm alone."""

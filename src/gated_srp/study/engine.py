@@ -24,8 +24,7 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import PARTS
 from gated_srp.errors import Interrupted, UserError, counted
-from gated_srp.machine import Machine, Trunk, run_seconds, this_machine
-from gated_srp.models import find_arm
+from gated_srp.machine import Machine, run_seconds, this_machine
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches
 from gated_srp.study.worker import COMMAND, GRACE, Worker, thread_limit, write_job_array
@@ -35,7 +34,6 @@ EngineName = Literal["local", "ray", "slurm"]
 State = Literal["waiting", "running", "finished", "failed"]
 _LOG = logging.getLogger(__name__)
 _LOOKED_AT = 50  # slides whose headers are read
-_START = 5.0  # seconds in which a process imports and reads its table
 _STATE = 4  # weights, two moments and the best weights: what an unfinished run keeps
 TRIES = 2
 _POLL = 0.1  # seconds
@@ -140,9 +138,10 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
     seen = {cohort: _look_at(data[cohort], cell) for cohort, cell in {cell.cohort: cell for cell in left[::-1]}.items()}
     for cell in left:
         model, (width, typical, largest, counts) = cell.config.model, seen[cell.cohort]
-        trunk = Trunk(width, model.dim, model.depth, dense=find_arm(cell.arm).dense)
+        trunk = cell.config.trunk(cell.arm, width)
         parts = {part: [typical] * count for part, count in counts.items()}
-        seconds += run_seconds(trunk, parts, epochs=cell.config.train.epochs, rate=machine.rate) + _START
+        how = {"epochs": cell.config.train.epochs, "at_once": cell.config.at_once}
+        seconds += run_seconds(trunk, parts, rate=machine.rate, **how)
         disk += 4.0 * (12 * model.dim**2 * model.depth + width * model.dim)
         memory = max(memory, trunk.memory(largest * cell.config.at_once))
     disk += _STATE * disk / len(left) if left else 0.0
