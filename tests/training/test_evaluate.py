@@ -192,6 +192,17 @@ def test_classes_that_are_left_out_in_the_yaml_are_left_out(tmp_path):
     assert np.isnan(found.metrics.set_index("metric")["value"]["macro_auc"])
 
 
+def test_an_absent_class_is_said_beside_macro_f1(tmp_path):
+    three_classes(tmp_path, classes="ab")
+    result = command(
+        model_file(tmp_path / "m.safetensors"), tmp_path / "ext.yaml", "-o", tmp_path / "out", "--repeats", 5
+    )
+    line = next(line for line in result.output.splitlines() if line.startswith("  macro_f1"))
+    assert line.endswith("(class c is absent and counts as 0)")
+    found = json.loads((tmp_path / "out/evaluation.json").read_text())["remarks"]
+    assert found == {"macro_f1": "class c is absent and counts as 0"}
+
+
 def test_labels_of_several_kinds_must_all_be_there(tmp_path):
     three_classes(tmp_path)
     table = pd.read_csv(tmp_path / "table.csv").assign(x=[0, 1] * 6, y=[1, 0, 0] * 4, z=1)

@@ -233,7 +233,7 @@ def _overlap(run: TrainedRun, slides: pd.DataFrame, *, where: str, allowed: bool
     told = {note.kind: replace(note, what=f"{note.what}, so this is no external validation") for note in notes}
     if "seen_in_training" in told and not allowed:
         cure = (
-            "Leave them out of the table, or score them all the same with --allow-overlap (allow_overlap=True), which the results then "
+            "Leave them out with `exclude`, or score them all the same with --allow-overlap (allow_overlap=True), which the results then "
             "say. Ids are compared: other patients may happen to have the same."
         )
         raise UserError(told["seen_in_training"].what, where=where, cure=cure, kind="overlap")
