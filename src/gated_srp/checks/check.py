@@ -23,7 +23,7 @@ from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import write_whole
 from gated_srp.machine import Machine, run_seconds, this_machine
-from gated_srp.models import arm_settings
+from gated_srp.models import ARMS, arm_settings
 from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
