@@ -81,12 +81,12 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """Sizes of the slide model. ``delta`` and ``hidden_dim`` of None: the paper's for the cohort, see `CohortConfig.sizes`."""
 
-    dim: int = Field(default=_SIZES.dim, ge=1)
-    depth: int = Field(default=_SIZES.depth, ge=1)
-    num_heads: int = Field(default=_SIZES.num_heads, ge=1)
-    num_landmarks: int = Field(default=_SIZES.num_landmarks, ge=1)
+    dim: int = Field(default=_SIZES.dim, ge=1, le=2**14)
+    depth: int = Field(default=_SIZES.depth, ge=1, le=1000)
+    num_heads: int = Field(default=_SIZES.num_heads, ge=1, le=2**14)
+    num_landmarks: int = Field(default=_SIZES.num_landmarks, ge=1, le=2**16)
     delta: float | None = Field(default=None, gt=0)
-    hidden_dim: int | None = Field(default=None, ge=1)
+    hidden_dim: int | None = Field(default=None, ge=1, le=2**16)
     drop_path: float = Field(default=_SIZES.drop_path, ge=0, lt=1)
 
 
@@ -105,7 +105,7 @@ class TrainConfig(_Section):
     precision: Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_texted)] = "auto"
     checkpointing: bool = False
     only: Literal["gate"] | None = None
-    workers: int = Field(default=1, ge=0)
+    workers: int = Field(default=1, ge=0, le=1024)
     log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_tupled)] = ()
 
     def epoch_bags(self, bags: int) -> int:
@@ -142,8 +142,8 @@ class ImagesConfig(_Section):
     """``images: DIR`` instead of ``features``, or ``images: {folder: DIR, size: 272, patch: 16}``: sides in pixels."""
 
     folder: Path | None = None
-    size: int = Field(default=272, ge=1)
-    patch: int = Field(default=16, ge=1)
+    size: int = Field(default=272, ge=1, le=2**14)
+    patch: int = Field(default=16, ge=1, le=2**14)
 
 
 class CohortConfig(_Section):
@@ -174,7 +174,7 @@ class CohortConfig(_Section):
     score: Literal["slide", "case"]
     select: SelectConfig = SelectConfig()
     stride: float | None = Field(default=None, gt=0)
-    window: int = Field(default=3, ge=3)
+    window: int = Field(default=3, ge=3, le=255)
     lattice: Literal["floor", "exact"] = "floor"
     order: Literal["file", "raster"] = "file"
     coords_key: str | None = None

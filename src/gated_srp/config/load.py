@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +33,8 @@ SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections t
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _DEEPEST = 6
 _LARGEST = 2**20  # bytes
+_LONGEST = 4000  # bytes of a path
+_MOST_VALUES = 100_000
 _UNEXPANDED = re.compile(r"^~|\$[A-Za-z_{]")
 
 
@@ -81,6 +84,10 @@ def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
         return [_placed(key, item, home, settings) for item in value]
     if not isinstance(value, str | Path):
         return value
+    text = str(value)
+    if "\0" in text or len(os.fsencode(text)) > _LONGEST or max(len(os.fsencode(p)) for p in text.split("/")) > 255:
+        what = f"{key}: {text[:40]!r} is no path: it is too long, or holds a character that no name has"
+        raise settings.error((key,), what, "Write a path that exists.")
     if _UNEXPANDED.search(str(value)) and not (home / value).exists():
         what = f"{key}: {str(value)!r} is taken as it stands: ~ and $NAME are not expanded"
         raise settings.error((key,), what, "Write the path out.")
@@ -236,8 +243,21 @@ def read_settings(path: str | Path) -> Settings:
         return settings
     if not isinstance(node, yaml.MappingNode):
         raise UserError("expected settings as `key: value`, one per line", where=path, kind="setting")
+    if _count(node, {}) > _MOST_VALUES:
+        what = f"more than {_MOST_VALUES:,} values, by anchors that are used again and again"
+        raise UserError(what, where=path, cure="Write the values out.", kind="setting")
     settings.values.update(_mapping(node, settings, ()))
     return settings
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values with every use of an anchor written out, each node looked at once; an anchor inside itself is found elsewhere."""
+    if id(node) not in known:
+        known[id(node)] = 0
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for item in inside for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _broken(path: Path, error: Exception) -> UserError:

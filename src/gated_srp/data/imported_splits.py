@@ -50,9 +50,16 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
         pairs = [(unit, "test" if part == "val" else part) for unit, part in pairs]
         notes.append(_noted("the file has train and val only, as SurvPath writes it: its val is read as test"))
     split = _in_table_ids(pairs, table, path, notes)
+    if "train" not in split.parts.values():
+        raise UserError(
+            "no slide or patient of the table is in train", where=path, cure="Correct the file.", kind="split"
+        )
     if "val" not in split.parts.values():
         split = _with_validation(split, table, seed)
-    assign_parts(split, table)  # raises when a patient crosses
+    try:
+        assign_parts(split, table)  # raises when a patient crosses
+    except UserError as error:
+        raise error.changed(where=str(path)) from None
     return split
 
 
@@ -155,7 +162,7 @@ def _read_clam(frame: pd.DataFrame, parts: dict[str, str], path: Path) -> _Read:
             (unit, part)
             for column, part in parts.items()
             for unit, inside in zip(units, frame[column], strict=True)
-            if isinstance(inside, str) and _TRUE[inside.lower()]
+            if isinstance(unit, str) and isinstance(inside, str) and _TRUE[inside.lower()]
         ]
     return pairs, "test" not in parts.values()
 

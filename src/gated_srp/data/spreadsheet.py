@@ -23,6 +23,11 @@ _NUMBER = re.compile(r"-?\d+([.,]\d+)?")
 _ABOVE = 30  # rows among which the header is looked for
 Cell = str | None
 
+_UNFOLDED = 2**27  # bytes of XML: a million cells take 50 MB
+_SPARSE = 100  # places per filled cell beyond which a sheet is no table
+_MOST_ROWS = 10**7
+_PLACE = re.compile(rb"<(?:\w+:)?(c|row)\b[^>]*?\br=\"([A-Z]{0,3})(\d{1,7})\"")
+
 
 def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
     """The cells as stripped text (missing where empty), and notes to print. The index is the row number in the file."""
@@ -37,8 +42,8 @@ def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFr
     except UnicodeDecodeError as error:
         cure = "Save the table again as 'CSV UTF-8' or as .xlsx."
         raise UserError(f"not UTF-8 text ({error.reason})", where=path, cure=cure) from None
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
-        what = f"cannot be read as a table ({error})"
+    except Exception as error:  # damage shows as anything: openpyxl's, an XML parser's, Arrow's error
+        what = f"cannot be read as a table ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         raise UserError(what, where=path, cure="Open it, check it, save it again.") from None
     frame = frame.dropna(how="all")
     if frame.empty:
@@ -60,7 +65,7 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]
         what = "`sheet` is given but only .xlsx files have sheets"
         raise UserError(what, where=path, cure="Remove it.", kind="sheet")
     if ending == ".parquet":
-        frame = pd.read_parquet(path)
+        frame = _read_parquet(path)
         if frame.index.names != [None]:  # ids may have been saved as the index
             frame = frame.reset_index()
         frame.columns = pd.Index([_text(name) for name in frame.columns])
@@ -69,17 +74,14 @@ def _read(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]
     if ending in {".csv", ".tsv", ".txt"}:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = list(file)
-        try:  # strict: a quotation mark that is never closed would swallow the rows below it
-            return _tabled(list(csv.reader(lines, delimiter=_separator(lines), strict=True)), path)
-        except csv.Error as error:
-            what = f"a cell begins with a quotation mark that is not closed at its end ({error})"
-            raise UserError(what, where=path, cure="Correct the cell, or save the table as .xlsx.") from None
+        return _tabled(_rows(lines, _separator(lines), path), path)
     what = f"tables end in .csv, .tsv, .xlsx or .parquet, not {ending or 'nothing'!r}"
     raise UserError(what, where=path, cure="Save it as one of these.")
 
 
 def _read_book(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
     """A sheet of a workbook: the one that was named, else the first, which must then hold a table."""
+    _check_book(path)
     with pd.ExcelFile(path, engine="openpyxl") as book:
         names = [str(name) for name in book.sheet_names]
         if sheet is not None and sheet not in names:
@@ -101,6 +103,57 @@ def _read_book(path: Path, sheet: str | None) -> tuple[pd.DataFrame, tuple[Note,
         ) from None
     said = f"{path.name}: first sheet {chosen!r} read; `sheet` names another of {names}"
     return frame, notes if sheet or not others else (Note("note", "table", said), *notes)
+
+
+def _check_book(path: Path) -> None:
+    """Refuse a workbook that unfolds to what no table is, before anything is built from it."""
+    with zipfile.ZipFile(path) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+        if size > _UNFOLDED:
+            what = f"unfolds to {size / 2**20:,.0f} MB, at most {_UNFOLDED / 2**20:,.0f} MB are read"
+            raise UserError(what, where=path, cure="Keep the columns that are needed, or save the sheet as CSV.")
+        for name in (name for name in archive.namelist() if name.startswith("xl/worksheets/") and name.endswith("xml")):
+            found = list(_PLACE.finditer(archive.read(name)))
+            cells = sum(1 for one in found if one[1] == b"c")
+            last = max((int(one[3]) for one in found), default=0)
+            right = max((len(one[2]), one[2]) for one in found)[1].decode() if found else ""
+            width = sum((ord(sign) - 64) * 26**i for i, sign in enumerate(reversed(right)))
+            if last * max(width, 1) > _SPARSE * (cells + 10_000) or last > _SPARSE * (len(found) + 1_000):
+                what = f"its cells reach to {right or 'row '}{last}, but hardly any is filled"
+                raise UserError(
+                    what, where=path, cure="Delete what lies far right of and below the table, and save it again."
+                )
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    """In parts, so that no claim of the file is believed before its rows are there."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        rows = file.metadata.num_rows
+        if rows > _MOST_ROWS:
+            cure = "Keep the rows that are needed: one per slide or per patient."
+            raise UserError(f"{rows:,} rows, which is no table of slides", where=path, cure=cure)
+        return file.read(use_threads=False).to_pandas()
+
+
+def _rows(lines: Sequence[str], separator: str, path: Path) -> list[list[str]]:
+    """The rows of a CSV. A stray quotation mark, which would make one cell of the rows up to the next one, is an error."""
+    reader, rows, line = csv.reader(lines, delimiter=separator, strict=True), [], 1
+    usual = Counter(text.count(separator) for text in lines).most_common(1)
+    cure = "Remove it, or double it and quote the whole cell."
+    try:
+        for row in reader:
+            inside = lines[line - 1 : reader.line_num]
+            if len(inside) > 1 and all(text.count(separator) == usual[0][0] for text in inside):
+                what = f"a quotation mark makes one cell of the {len(inside)} rows from here on"
+                raise UserError(what, where=f"{path}, line {line}", cure=cure)
+            rows.append(row)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        what = f"a quotation mark that is not closed, or closed inside a cell ({error})"
+        raise UserError(what, where=f"{path}, line {line}", cure=cure) from None
+    return rows
 
 
 def _separator(lines: Sequence[str]) -> str:

@@ -189,6 +189,8 @@ def read_results(results: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, tupl
         what = f"value {frame['value'][row]!r} is no finite number"
         raise UserError(what, where=f"{path}, row {row}", cure="Correct it or empty it.")
     frame["value"] = value.astype(np.float64)
+    if len(frame) and frame["value"].isna().all():
+        raise UserError("the column 'value' is empty", where=path, cure="Fill in the numbers that are to be compared.")
     doubled = frame.duplicated(["cohort", "arm", "seed", "metric"])
     if doubled.any():
         row = frame.loc[frame.index[doubled][0]]
