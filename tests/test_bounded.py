@@ -201,7 +201,9 @@ def test_files_that_passed_are_tried_once_and_again_when_they_change(tmp_path, m
     path = write_clam(tmp_path, "s", make_slide())
     asked: list[Path] = []
     true = bounded._helper.ask
-    monkeypatch.setattr(bounded._helper, "ask", lambda look, path: asked.append(path) or true(look, path))
+    monkeypatch.setattr(
+        bounded._helper, "ask", lambda look, path, seconds: asked.append(path) or true(look, path, seconds)
+    )
     read_bag(path), read_bag(path), read_header(path)
     assert asked == [path]
     with h5py.File(path, "a") as file:

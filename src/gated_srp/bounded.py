@@ -33,10 +33,11 @@ class ForeignFailure(UserError):
     """The library did not survive the file. Kinds: endless, crash."""
 
 
-def try_out(look: Callable[[Path], Any], path: Path) -> None:
+def try_out(look: Callable[[Path], Any], path: Path, *, seconds: int | None = None) -> None:
     """Raise what ``look(path)`` raises in the helper, or `ForeignFailure` where it does not come back.
 
-    Called again inside the helper, or where a process cannot be forked, it does nothing.
+    ``seconds`` of the processor are its bound; `CPU_SECONDS` where it is not named. Called again inside the helper, or where a
+    process cannot be forked, it does nothing.
     """
     if not _FORKS or os.getpid() == _helper.inside:
         return
@@ -44,7 +45,7 @@ def try_out(look: Callable[[Path], Any], path: Path) -> None:
     identity = (os.fspath(path), info.st_size, info.st_mtime_ns)
     if identity not in _known:
         with _helper.lock:
-            _known[identity] = _helper.ask(look, path)
+            _known[identity] = _helper.ask(look, path, CPU_SECONDS if seconds is None else seconds)
     if (error := _known[identity]) is not None:
         raise error
 
@@ -61,8 +62,8 @@ class _Helper:
         self.lock = Lock()
         self.process = 0
 
-    def ask(self, look: Callable[[Path], Any], path: Path) -> Exception | None:
-        request = pickle.dumps((look, os.path.abspath(path)))
+    def ask(self, look: Callable[[Path], Any], path: Path, seconds: int) -> Exception | None:
+        request = pickle.dumps((look, os.path.abspath(path), seconds))
         for _ in range(2):
             if not self.process:
                 self._start()
@@ -78,7 +79,7 @@ class _Helper:
                 raise
             if status:  # else it had left, and is started again
                 break
-        kind, what = "endless", f"its reading did not come to an end within {CPU_SECONDS} s"
+        kind, what = "endless", f"its reading did not come to an end within {seconds} s"
         if status != -signal.SIGXCPU:
             how = signal.Signals(-status).name if status < 0 else f"exit {status}"
             kind, what = "crash", f"its reading crashed the library that reads it ({how})"
@@ -146,9 +147,9 @@ def _serve(requests: int, replies: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _helper.inside = os.getpid()
         while select.select([requests], [], [], _IDLE)[0]:
-            look, path = _received(requests)
+            look, path, seconds = _received(requests)
             used = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1)
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds + 1)
             with open("/proc/self/statm", encoding="ascii") as file:
                 pages = int(file.read().split()[0])
             _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY + 2 * os.path.getsize(path))

@@ -406,6 +406,6 @@ TARGETS: dict[str, Target] = {
     "checkpoints": Target(_read_checkpoint, _checkpoints),
     "caches": Target(_read_cache, _caches),
     "drawings": Target(_read_drawing, _drawings),
-    "report": Target(_read_report, _runs("classification/runs", "survival/runs"), 0.1),
+    "report": Target(_read_report, _runs("classification/runs", "survival/runs"), 0.05),
     "report_compared": Target(_read_report, _compared, 0.1),
 }

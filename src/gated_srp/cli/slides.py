@@ -75,7 +75,7 @@ def heatmap(
         ),
     ],
     wsi: Annotated[
-        Path | None, Option(help="The slide image; the one that the feature file names, if it exists.")
+        Path | None, Option(help="The slide image, or the folder with the images; nothing else is opened.")
     ] = None,
     value: Annotated[
         str, Option("--value", "-v", help="attention, beta, homogeneity, correction, change, or a CSV of scores.")

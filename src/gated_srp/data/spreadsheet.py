@@ -134,7 +134,8 @@ def _read_parquet(path: Path) -> pd.DataFrame:
         if rows > _MOST_ROWS:
             cure = "Keep the rows that are needed: one per slide or per patient."
             raise UserError(f"{rows:,} rows, which is no table of slides", where=path, cure=cure)
-        return file.read(use_threads=False).to_pandas()
+        frame: pd.DataFrame = file.read(use_threads=False).to_pandas()
+        return frame
 
 
 def _rows(lines: Sequence[str], separator: str, path: Path) -> list[list[str]]:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gated_srp.data.matching import slide_stem
 from gated_srp.errors import UserError
 from gated_srp.reports.maps import SHUT, Patches, PatchMap
-from gated_srp.slides.reader import SlideImage, SlideInfo
+from gated_srp.slides.reader import ENDINGS, SlideImage, SlideInfo
 from gated_srp.srp.coefficient import regimes
 
 _LONGEST = 1400  # pixels of a canvas's longer side
@@ -70,9 +71,19 @@ class Canvas:
 
 
 def find_image(patches: Patches, given: Path | None) -> Path | None:
-    """The slide image that was named, else the one that the feature file names, if it exists."""
-    noted = patches.header.wsi_path
-    return given or (noted if noted is not None and noted.is_file() else None)
+    """The slide image that was named, or the slide's own in the folder that was named.
+
+    A feature file may name any path: that is believed only where it lies in that folder.
+    """
+    if given is None or not given.is_dir() or given.suffix.lower() in ENDINGS:
+        return given
+    home, noted = given.resolve(), patches.header.wsi_path
+    stem = slide_stem(patches.header.path)
+    if noted is not None and (place := (home / noted).resolve()).is_relative_to(home) and place.is_file():
+        return place
+    names = {stem, *([noted.stem] if noted is not None else [])}
+    found = [path for path in sorted(home.rglob("*")) if path.suffix.lower() in ENDINGS and path.stem in names]
+    return found[0] if found else None
 
 
 def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:

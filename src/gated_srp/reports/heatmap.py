@@ -92,7 +92,7 @@ def heatmap(
         percentile: colours stretched to each slide, from percentile 1 to 99, instead of a fixed scale; the picture says so.
         overlay: colours over the tissue in grey, over its own colours (stain), or outlines over the latter (contour).
         grid: also one picture of all slides beside all runs, as the paper shows them.
-        wsi: the slide image; the one that the feature file names, if it exists.
+        wsi: the slide image, or the folder with the images; a path that a feature file names is opened only there.
         export: also write geojson (QuPath), csv, parquet or h5.
         coords: the folder of the positions, where it is not beside the features.
         stride: distance between patches, where the file's is wrong.

@@ -6,7 +6,7 @@ This module and its neighbours `tissue` and `tiles` do without torch: reading pr
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
+from gated_srp.bounded import ForeignFailure, try_out
 from gated_srp.errors import UserError
 
 ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm")
@@ -22,6 +23,9 @@ NOMINAL = (1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _NEAR = 0.15  # scanners of one nominal magnification differ by as much in microns per pixel
 _PLAUSIBLE = (0.02, 20.0)  # microns per pixel; beyond, the number is a print resolution or a default
 _CONVERT = "Convert it, e.g. with libvips: vips tiffsave IN.tiff OUT.tiff --compression=jpeg --tile --pyramid."
+_SECONDS = 10  # of the processor to open a slide, the libraries' imports too
+_PIXELS = 2**28  # at once
+_AGAIN = "Copy it again, or leave it out."
 _BLOCK = 2048  # pixels of a level read at once for an overview
 
 
@@ -55,12 +59,26 @@ class SlideImage:
         self.path = Path(path)
         if not self.path.exists():
             raise SlideError(self.path, "no such file", cure="Check the path.", kind="missing")
+        try:
+            try_out(_look_at, self.path, seconds=_SECONDS)
+        except ForeignFailure as error:
+            raise SlideError(self.path, error.what, cure=error.cure, kind=error.kind) from None
+        except (MemoryError, OSError) as error:
+            raise SlideError(
+                self.path, f"asks for too much memory, or is damaged ({_text(error)})", cure=_AGAIN
+            ) from None
         self._slide = _open(self.path)
         try:
             self.info = _describe(self.path, self._slide)
+            _check_claims(self.path, self.info, self._slide.properties)
+        except SlideError:
+            self._slide.close()
+            raise
         except Exception as error:
             self._slide.close()
-            raise SlideError(self.path, f"opens, but its levels cannot be read ({_text(error)}).") from error
+            raise SlideError(
+                self.path, f"opens, but its levels cannot be read ({_text(error)})", cure=_AGAIN
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +128,9 @@ class SlideImage:
             for left in range(0, width, step):
                 columns, rows = min(step, width - left), min(step, height - top)
                 need = (max(1, math.ceil(columns * scale / down)), max(1, math.ceil(rows * scale / down)))
+                if math.prod(need) > _PIXELS:
+                    what = f"an overview needs {need[0]:,} x {need[1]:,} pixels at once: it has no smaller levels"
+                    raise SlideError(self.path, what, cure=_CONVERT)
                 part = Image.fromarray(self.read(round(left * scale), round(top * scale), level=level, size=need))
                 box = (0.0, 0.0, min(need[0], columns * scale / down), min(need[1], rows * scale / down))
                 small = part.resize((columns, rows), Image.Resampling.BOX, box=box)
@@ -156,7 +177,7 @@ def _open(path: Path) -> Any:
         cure = "Install one in the repository of gated-srp: pip install '.[slides]'"
         raise UserError("no library for slides is installed", cure=cure, kind="needs_package")
     what = f"not a slide that can be opened ({'; '.join(failures)})"
-    raise SlideError(path, what, cure="Copy it again, or leave it out.")
+    raise SlideError(path, what, cure=_AGAIN)
 
 
 def _openslide() -> Callable[[str], Any]:
@@ -169,6 +190,40 @@ def _tiffslide() -> Callable[[str], Any]:
     from tiffslide import TiffSlide
 
     return TiffSlide
+
+
+def _look_at(path: Path) -> None:
+    """What may hang, crash or fill the memory: opening it, and a piece of every level."""
+    with SlideImage(path) as slide:
+        for level in range(len(slide.info.downsamples)):
+            try:
+                slide._slide.read_region((0, 0), level, (64, 64))
+            except MemoryError:
+                raise
+            except Exception:  # a damaged piece is named where it is needed
+                continue
+
+
+def _check_claims(path: Path, info: SlideInfo, known: Mapping[str, Any]) -> None:
+    """A header may claim any size: pixels must have bytes behind them, and a tile must fit into memory."""
+    pixels = math.prod(info.size)
+    alone = path.suffix.lower() in (
+        ".svs",
+        ".tif",
+        ".tiff",
+        ".ndpi",
+        ".scn",
+        ".bif",
+    )  # others keep pixels in files beside them
+    if pixels > _PIXELS**1.5 or (alone and pixels > _PIXELS + path.stat().st_size * 2**16):
+        what = f"claims {info.size[0]:,} x {info.size[1]:,} pixels in {path.stat().st_size:,} bytes"
+        raise SlideError(path, what, cure=_AGAIN, kind="oversized")
+    library = "tiffslide" if "tiffslide.vendor" in known else "openslide"
+    for level in range(len(info.downsamples)):
+        tile = [_number(known.get(f"{library}.level[{level}].tile-{side}")) or 1 for side in ("width", "height")]
+        if math.prod(tile) > _PIXELS:
+            what = f"its tiles have {tile[0]:,.0f} x {tile[1]:,.0f} pixels, which do not fit into memory"
+            raise SlideError(path, what, cure=_AGAIN, kind="oversized")
 
 
 def _describe(path: Path, slide: Any) -> SlideInfo:

@@ -1,0 +1,78 @@
+"""Slides whose headers lie, and paths that a feature file names: nothing is allocated or opened on their word."""
+
+import struct
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factories import make_slide, write_clam
+from images import picture, write_slide
+
+from gated_srp.data import read_header
+from gated_srp.reports.draw import find_image
+from gated_srp.reports.maps import Patches
+from gated_srp.slides.reader import SlideError, SlideImage
+
+_TAGS = {"width": 256, "height": 257, "tile_width": 322, "tile_height": 323}
+
+
+def claiming(path: Path, **sizes: int) -> Path:
+    """A small slide whose first level claims other sizes."""
+    write_slide(path, picture((256, 256), [(40, 40, 150, 150)]))
+    content = bytearray(path.read_bytes())
+    (at,) = struct.unpack_from("<I", content, 4)
+    (count,) = struct.unpack_from("<H", content, at)
+    for entry in range(at + 2, at + 2 + 12 * count, 12):
+        tag = struct.unpack_from("<H", content, entry)[0]
+        for name, value in sizes.items():
+            if tag == _TAGS[name]:
+                struct.pack_into("<HII", content, entry + 2, 4, 1, value)
+    path.write_bytes(content)
+    return path
+
+
+def _used(path: Path) -> None:
+    with SlideImage(path) as slide:
+        slide.overview(max(slide.info.size) / 64)
+        slide.read(0, 0, level=0, size=(64, 64))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"width": 400_000, "height": 330_000},  # 123 GiB of pixels
+        {"width": 2**31 - 1, "height": 2**31 - 1},
+        {"tile_width": 2**20 * 16, "tile_height": 2**20 * 16},
+        {"width": 2**20, "tile_width": 2**17, "tile_height": 2**17},
+        {"width": 0},
+    ],
+)
+def test_a_slide_whose_header_claims_what_is_not_there_is_refused_by_name(tmp_path, sizes):
+    path, good = claiming(tmp_path / "s.tif", **sizes), write_slide(tmp_path / "good.tif", picture((256, 256), []))
+    started = time.process_time()
+    with pytest.raises(SlideError) as caught:
+        _used(path)
+    assert caught.value.path == path and caught.value.cure
+    assert time.process_time() - started < 5
+    with SlideImage(good) as slide:
+        assert slide.info.size == (256, 256)
+
+
+def test_an_image_that_a_feature_file_names_is_opened_only_in_the_folder_of_slides(tmp_path):
+    slides, elsewhere = tmp_path / "slides", tmp_path / "elsewhere"
+    ours = write_slide(slides / "deep" / "mine.tif", np.zeros((64, 64, 3), np.uint8))
+    theirs = write_slide(elsewhere / "secret.tif", np.zeros((64, 64, 3), np.uint8))
+    header = read_header(write_clam(tmp_path, "s1", make_slide()))
+
+    def chosen(noted: Path | str | None, given: Path | None) -> Path | None:
+        return find_image(Patches.of(replace(header, wsi_path=None if noted is None else Path(noted))), given)
+
+    assert chosen(theirs, None) is None and chosen(theirs, slides) is None
+    assert chosen("../elsewhere/secret.tif", slides) is None
+    assert chosen(ours, slides) == ours and chosen("deep/mine.tif", slides) == ours
+    assert chosen("/scanner/mine.tif", slides) == ours, "the same name in the folder"
+    assert chosen(None, theirs) == theirs, "the user named it"
+    own = write_slide(slides / "s1.tif", np.zeros((64, 64, 3), np.uint8))
+    assert chosen(None, slides) == own
