@@ -30,7 +30,8 @@ def settings_page() -> str:
         _MADE.format(" from the schema and `config/settings.yaml`"),
         "All keys are optional; a cohort of your own needs `features` (or `images`), `table` and what is to be predicted. A key that is not "
         "listed is an error. `--set train.epochs=5` changes one for a single command, `gated-srp schema > cohort.schema.json` writes the same "
-        "for editors: with `# yaml-language-server: $schema=cohort.schema.json` as the first line of the YAML, they complete and check it.",
+        "for editors: with `# yaml-language-server: $schema=cohort.schema.json` as the first line of the YAML, they complete and check it; "
+        "`gated-srp init` writes both.",
     ]
     for subject, keys in meanings().items():
         rows = [(f"`{key}`", _values(key), _default(key), words) for key, words in keys.items()]

@@ -1,5 +1,7 @@
 """`gated-srp init`: what can be seen is set, doubt is a choice in a comment, and nothing is written over."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -40,6 +42,15 @@ def test_a_folder_and_a_spreadsheet_in_the_usual_form_need_no_choice(home):
     assert "# classes:" in draft.text and draft.text.index("'9'") < draft.text.index("'10'")  # as numbers are sorted
     assert len(open_cohort(config).matches.found) == 6
     assert yaml.safe_load(draft.text)["features"] == "job"  # below the YAML's folder: the two can move together
+
+
+def test_the_first_line_names_the_schema_that_lies_beside_the_yaml(home):
+    (home / "deep").mkdir()
+    draft = gated_srp.init(home / "job", table(home, label=list("ababab")), out=home / "deep" / "mine.yaml")
+    first, named = draft.text.splitlines()[0].split("=")
+    assert first == "# yaml-language-server: $schema" and (home / "deep" / named).is_file()
+    keys = json.loads((home / "deep" / named).read_text())["properties"]
+    assert set(yaml.safe_load(draft.text)) <= set(keys) and keys["target"]["description"]
 
 
 def test_a_column_that_names_the_files_is_the_slide_whatever_it_is_called(home):
@@ -114,7 +125,7 @@ def test_what_is_there_stays_unless_forced(home):
         gated_srp.init(home / "job", path, out=output)
     assert output.read_text() == "mine"
     gated_srp.init(home / "job", path, out=output, force=True)
-    assert output.read_text().startswith("# Written by")
+    assert "# Written by `gated-srp init" in output.read_text()
     assert not list(home.glob(".cohort.yaml*"))
 
 

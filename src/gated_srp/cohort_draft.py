@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.config.draft import Draft
+from gated_srp.config.schema import json_schema
 from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.columns import (
     NO_CASE,
@@ -33,7 +34,7 @@ from gated_srp.data.matching import files_of_cases, slide_stem, tcga_patient
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import doubtful_classes
 from gated_srp.errors import UserError, counted
-from gated_srp.files import write_whole
+from gated_srp.files import write_json, write_whole
 from gated_srp.tasks import TASKS, Task, find_task
 
 _LOOKED_AT = 24  # files that are opened; `check` opens all
@@ -79,7 +80,13 @@ def init(
         raise UserError("is there already and stays as it is", where=path, cure=cure, kind="exists")
     draft = draft_cohort(Path(features), Path(table), path, sheet=sheet, target=target, case=case, slides=slides)
     write_whole(path, draft.text)
+    write_json(_schema_of(path), json_schema())
     return draft
+
+
+def _schema_of(out: Path) -> Path:
+    """The file beside the YAML with which editors complete and check it."""
+    return out.with_suffix(".schema.json")
 
 
 def draft_cohort(
@@ -100,6 +107,7 @@ def draft_cohort(
     frame, notes = read_frame(table, sheet=sheet)
     frame = frame[named_columns(frame)]
     draft = Draft(out)
+    draft.say(f"yaml-language-server: $schema={_schema_of(out).name}")  # relative to the YAML, as editors expect
     draft.say(f"Written by `gated-srp init {folder} {table}`. Paths are relative to this file. Next: gated-srp check")
     draft.put("name", _name(folder, table))
     draft.say()

@@ -50,7 +50,9 @@ def init(
     for note in draft.notes:
         if note not in draft.choices:
             say(str(note))
-    say(f"written: {output}")
+    say(
+        f"written: {output}, and {output.with_suffix('.schema.json').name} beside it, with which editors complete its keys"
+    )
     for choice in draft.choices:
         LOG.warning("to choose in %s: %s", output, choice)
     say(f"next: gated-srp check {output}")

@@ -149,7 +149,11 @@ def _report(found: "Evaluation") -> list[str]:
             lines.append(f"{name}{'-':>8}   not defined on these labels")
             continue
         few = "" if row["resamples"] == found.repeats else f"   (defined in {row['resamples']} of {found.repeats})"
-        few += "   (every draw gives the same: too few errors to tell)" if row["low"] == row["high"] else ""
+        few += (
+            "   (every draw gives the same: too few errors to tell)"
+            if f"{row['low']:.4f}" == f"{row['high']:.4f}"
+            else ""
+        )
         few += f"   ({found.remarks[row['metric']]})" if row["metric"] in found.remarks else ""
         lines.append(f"{name}{row['value']:>8.4f}   {row['low']:.4f} to {row['high']:.4f}{few}")
     lines.append(
