@@ -47,6 +47,12 @@ class Environment(Record):
     threads: int = Field(default=1, ge=1, le=1024)
     init: dict[str, Any] | None = None
     slides_hash: str | None = None
+    slides: int | None = None
+
+
+class Ties(Record):
+    rule: str
+    epochs: int
 
 
 class Metrics(Record):
@@ -62,6 +68,8 @@ class Metrics(Record):
     best_epoch: int | None = None
     best_score: Number = None
     temperature: Number = None
+    ties: Ties | None = None
+    remarks: dict[str, dict[str, str]] = {}
     val: Scores | None = None
     test: Scores | None = None
 
@@ -100,6 +108,17 @@ class FollowUp(Record):
     event: list[int | bool | float]
 
 
+class SeenIds(Record):
+    slides: Names
+    patients: Names
+
+
+class Seen(Record):
+    salt: str
+    train: SeenIds
+    val: SeenIds
+
+
 class Card(Record):
     """The card of a model file"""
 
@@ -115,6 +134,8 @@ class Card(Record):
     images: Images | None = None
     features: Features | None = None
     temperature: Positive | None = None
+    calibration_slides: int | None = None
+    seen: Seen | None = None
     window: int = Field(default=3, ge=1, le=_SIZE)
     lattice: Literal["floor", "exact"] = "floor"
     order: Literal["file", "raster"] = "file"

@@ -159,6 +159,14 @@ def test_names_are_compared_however_their_umlauts_are_composed(tmp_path):
     assert seen.of("other", "Muller") == ""
 
 
+@pytest.mark.parametrize("damaged", [[], {"salt": "x"}, {"salt": "x", "train": 3, "val": {}}, "text"])
+def test_a_damaged_list_is_named(tmp_path, damaged):
+    model = model_file(tmp_path / "m.safetensors", seen=damaged)
+    file = write_trident(tmp_path, "s1", planted(1, 1.0))
+    with pytest.raises(UserError, match=r"seen"):
+        predict(model, [file], workers=0)
+
+
 def test_a_heatmap_says_that_the_model_has_seen_the_slide(run, tmp_path):
     file = next(run.path.parents[3].rglob("s0.h5"))
     found = heatmap(run.path, file, out=tmp_path)

@@ -185,7 +185,7 @@ def slides_used(cells: Sequence[Cell], present: Present) -> dict[tuple[str, str]
     for cell in cells:
         if (preset := cell.config.preset) is None or (there := present.get(_files(cell))) is None:
             continue
-        here = int(cell.run.environment.get("slides", there)) if cell.run.finished else there
+        here = int(cell.run.environment.get("slides") or there) if cell.run.finished else there
         before = used.get((cell.row, cell.cohort), (here, 0))[0]
         used[cell.row, cell.cohort] = (min(before, here), preset.inventory.slides)
     return used

@@ -66,8 +66,8 @@ class Seen:
 
 def read_seen(card: Mapping[str, Any], folder: Path) -> Seen | None:
     """From a model's card; of an older one from the split.csv beside the model; None where neither says it."""
-    if isinstance(stored := card.get("seen"), dict):
-        salt, parts = str(stored["salt"]), {part: stored.get(part) or {} for part in _PARTS}
+    if (stored := card.get("seen")) is not None:
+        salt, parts = stored["salt"], {part: stored[part] for part in _PARTS}
     elif (split := RunFolder(folder).split) is not None:
         salt, unit = "", str(split.columns[0])
         kind = "slides" if Split(unit, {}, "").by_slide else "patients"

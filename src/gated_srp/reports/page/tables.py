@@ -83,11 +83,18 @@ def run_metrics(runs: Sequence[FinishedRun]) -> HtmlTable:
     """Every run by itself, at the level that scores."""
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.scores))
     rows = [
-        (*_run_cells(run), cell(run.results.get("best_epoch")), *(cell(run.scores.get(metric)) for metric in metrics))
+        (*_run_cells(run), cell(run.results.get("best_epoch")), *(_remarked(run, metric) for metric in metrics))
         for run in runs
     ]
     heads = ("Cohort", "Arm", "Seed", "Best epoch", *map(metric_name, metrics))
     return HtmlTable("Every run", heads, rows, "Test set, with the weights of the epoch that validation chose.")
+
+
+def _remarked(run: FinishedRun, metric: str) -> Cell:
+    """A test metric, with what the run says beside it (a class that counts as 0)."""
+    shown, value = cell(run.scores.get(metric))
+    remark = ((run.results.get("remarks") or {}).get("test") or {}).get(metric)
+    return f"{shown} ({remark})" if remark else shown, value
 
 
 def hashes(runs: Sequence[FinishedRun]) -> HtmlTable:
