@@ -360,8 +360,9 @@ def read_numbers(cells: Cells, where: Path) -> Cells:
     """Numbers, missing where a cell is empty."""
     import pandas as pd
 
-    pointed = cells.str.replace(",", ".") if decimal_comma(cells) else cells
-    numbers = pd.to_numeric(pointed, errors="coerce").astype(float)
+    numbers = pd.to_numeric(cells.str.replace(",", ".") if decimal_comma(cells) else cells, errors="coerce").astype(
+        float
+    )
     wrong = cells.notna() & (numbers.isna() | numbers.isin([float("inf"), float("-inf")]))
     refuse_unreadable(cells, wrong, where, "a number (a decimal point, no unit, no separator of thousands)")
     return numbers
@@ -378,9 +379,8 @@ def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expecte
     """Raise for cells that cannot be read, with the first few rows."""
     if wrong.any():
         rows = "; ".join(f"row {row}: {cells[row]!r}" for row in cells.index[wrong][:5])
-        said = (
-            f"column {cells.name!r} holds {int(wrong.sum())} values that cannot be read ({rows}). Expected {expected}"
-        )
+        count = int(wrong.sum())
+        said = f"column {cells.name!r} holds {count} values that cannot be read ({rows}). Expected {expected}"
         cure = "Correct the cells, list words for an empty one as `missing`, or name another column in the config."
         raise UserError(said, where=where, cure=cure)
 
