@@ -28,6 +28,7 @@ Jobs = Annotated[
     int | None,
     Option("--jobs", "-j", min=1, help="Cells at a time; by default as many as cores, memory and devices allow."),
 ]
+Margin = Annotated[float, Option(help="A difference that counts as worse, for whether an arm is no worse.")]
 Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask before a study of more than an hour.")]
 Engine = Annotated[
     Literal["local", "ray", "slurm"],
@@ -53,6 +54,7 @@ def compare(
     output: Annotated[Path | None, Option("--output", "-o", hidden=True, help="The name of --tables in 0.2.")] = None,
     change: Change = None,
     bootstrap: Annotated[int, Option(min=0, help="How often patients are resampled.")] = 200,
+    margin: Margin = 0.01,
     jobs: Jobs = None,
     yes: Yes = False,
     engine: Engine = "local",
@@ -72,6 +74,7 @@ def compare(
             out=out,
             tables=tables or output,
             bootstrap=bootstrap,
+            margin=margin,
             **running,
         )
     if not _submitted(found.script):
@@ -179,12 +182,19 @@ def stats(
     lower: Annotated[list[str] | None, Option(help="A metric of which less is better; repeatable.")] = None,
     runs: Annotated[Path | None, Option(help="Run folders COHORT/ARM/seed42: also resample their patients.")] = None,
     repeats: Repeats = 1000,
+    margin: Margin = 0.01,
 ) -> None:
     """Say what paired results from anywhere show, and no more: intervals, tests, power, a verdict in words."""
     import gated_srp
 
     found = gated_srp.stats(
-        results, reference=reference, ratio=ratio, lower_is_better=lower or (), runs=runs, repeats=repeats
+        results,
+        reference=reference,
+        ratio=ratio,
+        lower_is_better=lower or (),
+        runs=runs,
+        repeats=repeats,
+        margin=margin,
     )
     if json is not None:
         write_json(json, found.as_json())

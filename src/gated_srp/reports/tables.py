@@ -269,7 +269,7 @@ def _readme(comparison: Comparison, grid: Grid, cells: Sequence[Cell]) -> Iterat
     for found in (*comparison.cohorts, *across):
         where = "over all cohorts" if found.cohort is None else found.cohort
         against = f"{arm_title(found.arm)} against {arm_title(comparison.reference)}"
-        line = f"- {against}, {where}, {metric_name(found.metric)}: {found.verdict}."
+        line = f"- {against}, {where}, {metric_name(found.metric)}: {'; '.join(filter(None, (found.verdict, found.no_worse)))}."
         if drawn := found.bootstrap:
             line += f" Over resampled patients: {drawn.difference:+.4f} ({drawn.low:+.4f} to {drawn.high:+.4f})."
         yield line

@@ -24,7 +24,7 @@ from gated_srp.study.results import (
     html,
     read_results,
 )
-from gated_srp.study.statistics import RATIO, paired_bootstrap
+from gated_srp.study.statistics import MARGIN, RATIO, paired_bootstrap
 
 if TYPE_CHECKING:
     from gated_srp.config.cohort import CohortConfig
@@ -78,6 +78,7 @@ def compare(
     out: str | Path | None = None,
     tables: str | Path | None = None,
     bootstrap: int = 200,
+    margin: float = MARGIN,
     jobs: int | None = None,
     engine: EngineName = "local",
     address: str | None = None,
@@ -95,6 +96,7 @@ def compare(
         out: where runs are written, instead of the YAML's ``out``.
         tables: folder for tables and figures; OUT/COHORT/comparison by default.
         bootstrap: how often patients are resampled; 0: not at all.
+        margin: by how much worse than the reference an arm may not be shown to be, for "no worse".
         jobs: cells that run at a time; by default as many as cores, memory and devices allow.
         engine: ``local``, ``ray`` (with ``address``), or ``slurm``, which only writes a script.
         confirm: asked before anything is trained, with the estimated `Cost`.
@@ -140,7 +142,7 @@ def compare(
         return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, note, script=ran.script)
     results = collect(cells)
     said = (*([note] if note else []), *notes, *run_notes(cells), *map(str, warnings), *moved_gates(cells))
-    comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=said)
+    comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=said, margin=margin)
     title = f"{config.name}{' (quick)' if note else ''}"
     files = write_comparison(folder, cells, results, comparison, title=title, mark=note)
     return CompareResult(results, comparison, folder, note, files=tuple(files), failed=ran.failed)
@@ -154,6 +156,7 @@ def stats(
     lower_is_better: Collection[str] = (),
     runs: str | Path | None = None,
     repeats: int = 1000,
+    margin: float = MARGIN,
 ) -> Comparison:
     """Say what paired results from anywhere show, and no more: intervals, tests, power, verdicts in words.
 
@@ -163,6 +166,7 @@ def stats(
         ratio: size of the test set over that of the training set, for the corrected test; from ``runs``, else 0.2 / 0.7.
         lower_is_better: metrics of which less is better, beside the usual ones (loss, Brier score, ...).
         runs: run folders COHORT/ARM/seed42 whose patients are resampled ``repeats`` times.
+        margin: by how much worse than the reference an arm may not be shown to be, for "no worse".
 
     Returns:
         All differences; ``print`` shows the verdicts, ``.table`` is a data frame.
@@ -180,7 +184,7 @@ def stats(
 
         ratio = _mean_ratio(RunFolder(run).split for run in sorted(Path(runs).glob("*/*/seed*")))
     ratio = RATIO if ratio is None else ratio
-    found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes)
+    found = compare_results(frame, reference, ratio=ratio, lower_is_better=lower, notes=notes, margin=margin)
     if runs is None:
         return found
     root = Path(runs)
@@ -213,7 +217,13 @@ def shown_metrics(cell: Cell) -> tuple[str, ...]:
 
 
 def compare_cells(
-    cells: Sequence[Cell], results: pd.DataFrame, reference: str, *, repeats: int = 1000, notes: tuple[str, ...] = ()
+    cells: Sequence[Cell],
+    results: pd.DataFrame,
+    reference: str,
+    *,
+    repeats: int = 1000,
+    notes: tuple[str, ...] = (),
+    margin: float = MARGIN,
 ) -> Comparison:
     """Every row against the reference by the metrics that the paper shows. ``repeats`` 0: patients are not resampled."""
     shown = {(cell.cohort, metric) for cell in cells for metric in shown_metrics(cell)}
@@ -221,7 +231,9 @@ def compare_cells(
     keep = known.to_numpy() & results["value"].notna().to_numpy()
     if not keep.any():
         raise UserError("no cell is finished, so there is nothing to compare", cure="Mend what failed and start again.")
-    found = compare_results(results[keep].reset_index(drop=True), reference, ratio=split_ratio(cells), notes=notes)
+    found = compare_results(
+        results[keep].reset_index(drop=True), reference, ratio=split_ratio(cells), notes=notes, margin=margin
+    )
     if not repeats:
         return found
     tables = {(cell.cohort, cell.row, cell.unit): cell.predictions() for cell in cells if cell.run.finished}

@@ -14,7 +14,7 @@ import pandas as pd
 from gated_srp.data.columns import pick_column
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import UserError, counted
-from gated_srp.study.statistics import LEVEL, RATIO, Bootstrap, Paired, TTest, holm, paired
+from gated_srp.study.statistics import LEVEL, MARGIN, RATIO, Bootstrap, Paired, TTest, holm, paired, t_shifted
 
 COLUMNS = ("cohort", "arm", "seed", "metric", "value")
 LOWER_IS_BETTER = frozenset(
@@ -67,6 +67,9 @@ class Difference:
     p_holm: float = math.nan
     verdict: str = ""
     bootstrap: Bootstrap | None = None  # over patients, where predictions exist
+    margin: float = MARGIN
+    p_no_worse: float = math.nan  # of "worse by the margin", one-sided, by the same test
+    no_worse: str = ""  # what that allows one to say; nothing without an interval
 
     @property
     def claimed(self) -> bool:
@@ -90,7 +93,8 @@ class Difference:
             row["corrected"] = _test_json(found.corrected)
             row["seeds_needed"], row["seeds_needed_plain"] = found.seeds_needed, found.seeds_needed_plain
             row["bootstrap"] = self.bootstrap and asdict(self.bootstrap)
-        return row | {name: getattr(self, name) for name in ("p_holm", "claimed", "missing", "verdict")}
+        more = ("p_holm", "claimed", "missing", "verdict", "margin", "p_no_worse", "no_worse")
+        return row | {name: getattr(self, name) for name in more}
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,11 @@ class Comparison:
                 d.statistics.n,
                 d.p_holm,
                 d.verdict,
+                d.no_worse,
             )
             for d in (*self.cohorts, *self.across)
         ]
-        names = "cohort arm metric mean reference difference low high n p_holm verdict"
+        names = "cohort arm metric mean reference difference low high n p_holm verdict no_worse"
         return pd.DataFrame(rows, columns=names.split())
 
     @property
@@ -145,6 +150,8 @@ class Comparison:
             for one in found:
                 where = one.metric if one.cohort is None else f"{one.cohort} {one.metric}"
                 yield f"  {one.arm}, {where}: {one.means[0]:.4f} against {one.means[1]:.4f}; {one.verdict}"
+                if one.no_worse:
+                    yield f"      {one.no_worse}"
                 about = one.statistics
                 if about.n > 1:
                     corrected = "" if one.cohort is None else f"corrected {about.corrected.p:.4f}, "
@@ -218,8 +225,13 @@ def compare_results(
     ratio: float = RATIO,
     lower_is_better: Collection[str] = LOWER_IS_BETTER,
     notes: tuple[str, ...] = (),
+    margin: float = MARGIN,
 ) -> Comparison:
     """Every other arm against the reference, per cohort (paired by seed) and across cohorts (paired by cohort)."""
+    if not margin > 0:
+        raise UserError(
+            f"{margin:g}, expected a positive number", where="margin", cure="Say by how much counts as worse."
+        )
     reference = find_arm(results, reference)
     cohorts = list(_cohort_cells(results, reference, ratio, lower_is_better))
     across = list(_across_cells(cohorts, lower_is_better))
@@ -228,7 +240,11 @@ def compare_results(
         for d in cohorts
         if d.missing
     )
-    judged = (tuple(_judged(cohorts, lower_is_better, "seed")), tuple(_judged(across, lower_is_better, "cohort")))
+    families = ((cohorts, "seed"), (across, "cohort"))
+    judged = [
+        tuple(_not_worse(list(_judged(cells, lower_is_better, unit)), lower_is_better, margin))
+        for cells, unit in families
+    ]
     return Comparison(reference, ratio, *judged, (*notes, *missing))
 
 
@@ -267,6 +283,24 @@ def _judged(cells: list[Difference], lower_is_better: Collection[str], unit: str
     for cell, p in zip(cells, adjusted, strict=True):
         judged = replace(cell, p_holm=float(p))
         yield replace(judged, verdict=verdict(judged, unit, family=family, lower=cell.metric in lower_is_better))
+
+
+def _not_worse(cells: list[Difference], lower_is_better: Collection[str], margin: float) -> Iterator[Difference]:
+    """Whether each is no worse than the reference by the margin: the end of its interval, and Holm over the family."""
+    tests = [t_shifted(cell.test, margin, lower=cell.metric in lower_is_better) for cell in cells]
+    adjusted = holm([p for _, p in tests])
+    for cell, (end, p), after in zip(cells, tests, adjusted, strict=True):
+        words = ""
+        if not math.isnan(p):
+            if p >= 1 - LEVEL / 2:
+                words = f"worse by more than {margin:g}"
+            elif end <= -margin:
+                words = f"not shown to be no worse by {margin:g}"
+            else:
+                words = f"no worse by {margin:g}" + (
+                    "" if after < LEVEL / 2 else " by itself, but not after Holm's correction"
+                )
+        yield replace(cell, margin=margin, p_no_worse=p, no_worse=words)
 
 
 def verdict(cell: Difference, unit: str, *, family: int, lower: bool) -> str:

@@ -21,6 +21,7 @@ NAN = float("nan")
 LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 10_000
+MARGIN = 0.01  # a difference that counts as worse
 RATIO = 0.2 / 0.7  # test to train, of the paper's splits
 
 
@@ -92,6 +93,20 @@ def t_test(differences: ArrayLike, shared: float = 0.0) -> TTest:
     reach = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * error
     t = mean / error
     return TTest(mean, mean - reach, mean + reach, t, n - 1, float(2 * stats.t.sf(abs(t), n - 1)))
+
+
+def t_shifted(test: TTest, margin: float, *, lower: bool = False) -> tuple[float, float]:
+    """The end of a test's interval at which the arm is worst, more being better, and the one-sided p of "worse by the margin".
+
+    Without an interval neither is a number.
+    """
+    mean, end = (-test.mean, -test.high) if lower else (test.mean, test.low)
+    if math.isnan(test.low):
+        return NAN, NAN
+    if end == mean:  # every difference is zero
+        return end, 0.0
+    error = (mean - end) / float(stats.t.ppf(1 - LEVEL / 2, test.df))
+    return end, float(stats.t.sf((mean + margin) / error, test.df))
 
 
 def paired(differences: ArrayLike, ratio: float = RATIO, *, lower_is_better: bool = False) -> Paired:

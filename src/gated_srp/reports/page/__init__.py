@@ -172,7 +172,8 @@ def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> It
     for study, row, metric in _judged(studies, runs):
         reference = arm_title(str(study.comparison.get("reference")))
         what = f"{arm_title(str(row.get('arm')))} against {reference}, {where(row)}, {metric}"
-        yield {"what": what, "words": str(row.get("verdict")), "tone": tone(row)}
+        words = "; ".join(filter(None, (str(row.get("verdict")), row.get("no_worse"))))  # files of 0.2 lack the second
+        yield {"what": what, "words": words, "tone": tone(row)}
 
 
 def _result(run: FinishedRun) -> dict[str, str]:
