@@ -132,6 +132,12 @@ def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeyp
     said = CliRunner().invoke(app, ["demo", "-o", str(home)])
     assert said.exit_code == 0, said.output
     assert said.output.splitlines()[-1] == f"The report: {home / 'report.html'}"
+    assert "Planted: small foci in the slides of half of the patients" in said.output
+    assert (
+        "by plain attention (NA)" in said.output and "is not distinguishable from plain attention here" in said.output
+    )
+    assert "The gates, in the last epoch: mean beta by layer" in said.output
+    assert "this puts the focus first: low homogeneity " in said.output
     page = (home / "report.html").read_text()
     assert "These data are generated" in page and "Heatmap: true focus" in page and "Heatmap: beta, layer 1" in page
     assert f"$ gated-srp compare {home / 'cohort.yaml'}" in said.output

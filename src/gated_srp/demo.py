@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -222,5 +222,64 @@ def steps(home: Path) -> Iterator[Step]:
 
 def heatmap_slide(run: Path) -> str:
     """The first test slide, by name, that has foci."""
+    return _with_foci(run)[0]["slide"]
+
+
+def _with_foci(run: Path) -> list[dict[str, str]]:
+    """Test slides that have foci, by name."""
     with (run / "predictions_test_slide.csv").open(encoding="utf-8", newline="") as file:
-        return min(row["slide"] for row in csv.DictReader(file) if row["label"] == "foci")
+        return sorted((row for row in csv.DictReader(file) if row["label"] == "foci"), key=lambda row: row["slide"])
+
+
+# What was found ------------------------------------------------------------------------------------------------------
+
+_SHOWN = 20  # test slides on which maps are scored
+
+
+def outcome(home: Path) -> Iterator[str]:
+    """What was planted and what was found, for somebody who has read nothing else."""
+    import pandas as pd
+
+    from gated_srp.checks.reach import gates_moved
+    from gated_srp.models import METHOD
+    from gated_srp.training.folder import RunFolder
+
+    found = json.loads((home / "runs" / NAME / "comparison" / "comparison.json").read_text(encoding="utf-8"))
+    run = RunFolder(home / "runs" / NAME / METHOD / "seed42")
+    row = next(one for one in found["cohorts"] if (one["arm"], one["metric"]) == (METHOD, "macro_auc"))
+    yield "Planted: small foci in the slides of half of the patients; each differs from the patches around it."
+    same = "helps or hurts measurably" if row["claimed"] else "is not distinguishable from plain attention here"
+    yield (
+        f"Found: slides with foci are told from others with an AUC of {row['reference_mean']:.2f} by plain attention (NA) and of "
+        f"{row['mean']:.2f} by Gated SRP, which {same} ({row['verdict']})."
+    )
+    if len(run.gates):
+        yield f"The gates, in the last epoch: {gates_moved(run.gates)}."
+    slides = [row["slide"] for row in _with_foci(run.path)][:_SHOWN]
+    truths = {slide: pd.read_csv(home / "truth" / f"{slide}.csv")["true_focus"].to_numpy(bool) for slide in slides}
+    scores = {name: np.mean(values) for name, values in _map_scores(run.path, home, truths).items() if len(values)}
+    said = ", ".join(f"{name} {100 * score:.0f} %" for name, score in scores.items())
+    yield f"The maps: of two patches, one of them a focus, this puts the focus first: {said}; 50 % is chance ({len(slides)} test slides)."
+
+
+def _map_scores(run: Path, home: Path, truths: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+    from gated_srp.reports.maps import maps_of, view_slide
+
+    found: dict[str, list[float]] = {"low homogeneity": [], "high beta of layer 1": [], "attention of layer 1": []}
+    for slide, focal in truths.items():
+        view = view_slide(run, home / _TREE / f"{slide}.h5", layer=1)
+        maps = [-maps_of(view, "homogeneity")[0].values]
+        maps += [maps_of(view, value, layer=1)[0].values for value in ("beta", "attention")]
+        for scores, values in zip(found.values(), maps, strict=True):
+            scores.append(ranked_first(values, focal))
+    return found
+
+
+def ranked_first(values: np.ndarray, focal: np.ndarray) -> float:
+    """The share of pairs of a focus and another patch in which the focus has the higher value; ties count half.
+
+    >>> ranked_first(np.array([3.0, 1.0, 2.0, 1.0]), np.array([True, True, False, False]))
+    0.625
+    """
+    first, others = values[focal][:, None], values[~focal][None]
+    return float(((first > others) + 0.5 * (first == others)).mean())

@@ -75,7 +75,7 @@ def demo(
     import time
 
     from gated_srp.cli import app
-    from gated_srp.demo import generate, steps
+    from gated_srp.demo import generate, outcome, steps
 
     begun = time.monotonic()
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined] # a group's; the options before it stay
@@ -86,6 +86,9 @@ def demo(
         status = commands[step.command[0]](list(step.command[1:]), standalone_mode=False)
         if status:
             raise typer.Exit(int(status))
+    say("")
+    for line in outcome(output):
+        say(line)
     say(f"\n{time.monotonic() - begun:.0f} s. On your own data: gated-srp init FOLDER TABLE, then the commands above.")
     say(f"The report: {(output / 'report.html').absolute()}")
 

@@ -240,12 +240,11 @@ def compare_results(
         for d in cohorts
         if d.missing
     )
-    families = ((cohorts, "seed"), (across, "cohort"))
-    judged = [
-        tuple(_not_worse(list(_judged(cells, lower_is_better, unit)), lower_is_better, margin))
-        for cells, unit in families
-    ]
-    return Comparison(reference, ratio, *judged, (*notes, *missing))
+
+    def judged(cells: list[Difference], unit: str) -> tuple[Difference, ...]:
+        return tuple(_not_worse(list(_judged(cells, lower_is_better, unit)), lower_is_better, margin))
+
+    return Comparison(reference, ratio, judged(cohorts, "seed"), judged(across, "cohort"), (*notes, *missing))
 
 
 def _cohort_cells(
