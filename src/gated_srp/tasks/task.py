@@ -379,8 +379,7 @@ def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expecte
     """Raise for cells that cannot be read, with the first few rows."""
     if wrong.any():
         rows = "; ".join(f"row {row}: {cells[row]!r}" for row in cells.index[wrong][:5])
-        count = int(wrong.sum())
-        said = f"column {cells.name!r} holds {count} values that cannot be read ({rows}). Expected {expected}"
+        said = f"column {cells.name!r} holds {wrong.sum()} values that cannot be read ({rows}). Expected {expected}"
         cure = "Correct the cells, list words for an empty one as `missing`, or name another column in the config."
         raise UserError(said, where=where, cure=cure)
 
