@@ -296,3 +296,20 @@ def test_two_folders_that_name_no_encoder_are_a_choice(home):
     ]
     assert "# features: both/new      # 6 feature files" in draft.lines
     assert "slide: slide_id      # 6 of 6 name a file" in draft.text
+
+
+def test_features_without_positions_are_a_question_for_their_folder(home):
+    for i in range(6):
+        write_clam_pt(home / "clam", f"s{i}", make_slide(i))
+    (home / "clam" / "patches").rename(home / "positions")
+    draft = draft_cohort(home / "clam" / "feats", table(home, label=list("ababab")), home / "cohort.yaml")
+    (choice,) = draft.choices
+    assert choice.what.startswith("coords: the features have no positions beside them")
+    assert "# coords: patches      # CLAM's folder of them, for example" in draft.lines
+
+
+def test_defaults_of_a_drawn_split_are_not_offered_where_the_table_has_its_own(home):
+    path = table(home, grade=list("ababab"), split=["train", "train", "val", "val", "test", "test"])
+    text = draft_cohort(home / "job", path, home / "cohort.yaml").text
+    assert "split: mine.csv      # of the table itself: split" in text
+    assert "draws its own split" not in text and "# folds:" not in text

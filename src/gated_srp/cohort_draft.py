@@ -131,7 +131,7 @@ def draft_cohort(
     ids = {*used, *parts, *(name for key in USUAL for name in id_columns(frame, key))} - {*asked}
     task = _put_task(draft, frame[[name for name in frame.columns if name not in ids]], table, asked)
     draft.say()
-    _put_defaults(draft, find_task(task), found)
+    _put_defaults(draft, find_task(task), found, drawn=not parts)
     return draft
 
 
@@ -167,7 +167,10 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
     for (stride, unit, source), _ in strides.most_common(3):
         draft.say(f"stride {stride:g} {unit}: {source}")
     draft.say("stride: 512      # only where what the files say is wrong")
-    if others := [one for one in broken if one.kind != "several_encoders"]:
+    if any(one.kind == "no_coords" for one in broken):
+        question = "the features have no positions beside them; in which folder are the files that hold these?"
+        draft.offer("coords", [("patches", "CLAM's folder of them, for example")], question)
+    if others := [one for one in broken if one.kind not in ("several_encoders", "no_coords")]:
         unusable = f"{len(others)} of {len(headers) + len(broken)} files looked at cannot be used"
         draft.say(f"{unusable}; `gated-srp check` names all.")
         draft.saw(f"{unusable}: {others[0]}")
@@ -195,12 +198,13 @@ def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:
     return headers, broken
 
 
-def _put_defaults(draft: Draft, kind: type[Task], slides: int) -> None:
+def _put_defaults(draft: Draft, kind: type[Task], slides: int, *, drawn: bool) -> None:
+    """``drawn``: the split is, instead of being the table's own."""
     draft.say("What follows are the defaults; remove a # to change one.")
     draft.lines += [
         "# arms: [na, xsa, diff, gated_srp]",
-        "# seeds: [42, 43, 44, 45, 46]      # each draws its own split by patient",
-        "# folds: 5                         # cross-validation instead of one split per seed",
+        f"# seeds: [42, 43, 44, 45, 46]      # each {'draws its own split by patient' if drawn else 'has its own start weights'}",
+        *(["# folds: 5                         # cross-validation instead of one split per seed"] if drawn else []),
         f"# metric: {kind.selects[0]}                # selects the epoch",
         "# window: 3                        # 8 neighbours; 5 gives 24",
         "# cap: 20000                       # at most so many patches of a slide, if memory is short",

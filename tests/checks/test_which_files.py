@@ -4,8 +4,10 @@ import h5py
 import numpy as np
 import pytest
 from factories import make_slide, write_clam, write_h5, write_trident
+from typer.testing import CliRunner
 
 from gated_srp.checks.check import check
+from gated_srp.cli import app
 from gated_srp.config import load_config, open_cohort
 from gated_srp.errors import UserError
 
@@ -194,3 +196,20 @@ def test_check_says_how_many_folds_an_imported_split_has_and_which_is_used(tmp_p
     notes = [note.what for note in of_kind(check(path), "split") if note.level == "note"]
     assert "fold 0 of the 3 folds of splits is used; `folds: 3` uses all" in notes
     assert "1 slides of the table are in no part and are left out" in notes
+
+
+def test_where_no_file_can_be_used_the_split_is_not_blamed(tmp_path):
+    path = clam_cohort(tmp_path)
+    for file in (tmp_path / "feats" / "h5_files").glob("*.h5"):
+        file.write_bytes(b"")
+    assert {note.kind for note in check(path).errors} == {"zero_bytes"}
+
+
+def test_the_command_advises_to_exclude_only_where_something_is_left(tmp_path):
+    path = clam_cohort(tmp_path, slides=24)
+    (tmp_path / "feats" / "h5_files" / "s1.h5").write_bytes(b"")
+    said = " ".join(CliRunner().invoke(app, ["check", str(path)]).output.split())
+    assert "To go on without them: --quarantine broken.txt, then `exclude: broken.txt` in the YAML." in said
+    for file in (tmp_path / "feats" / "h5_files").glob("*.h5"):
+        file.write_bytes(b"")
+    assert "quarantine" not in CliRunner().invoke(app, ["check", str(path)]).output

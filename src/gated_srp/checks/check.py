@@ -161,7 +161,7 @@ def _check_cohort(
         if usable:
             used = data.table.frame[data.table.frame["slide"].isin(usable)]
             trouble += data.table.kind.scarce(used, data.table.classes)
-        trouble += found_by.of_splits(data, splits, broken)
+            trouble += found_by.of_splits(data, splits, broken)
         summary["slides"] = _about_slides(data, facts)
         summary["patients"] = data.table.patients
         summary["labels"] = _about_labels(data.table)

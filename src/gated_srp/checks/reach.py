@@ -69,8 +69,12 @@ class Reach:
         """For `check`, `train` and `compare`; a warning where they will hardly leave the identity."""
         if not self.short:
             return Note("note", "reach", f"{arm}: {self}")
-        more = f"train.gate_lr: {self.factor} would let them open, " if self.factor else ""
-        cure = f"More steps (epochs, a smaller accumulation) or {more}which need not help: docs/evidence.md says what it gave."
+        more = (
+            f" or train.gate_lr: {self.factor} would let them open, which"
+            if self.factor
+            else " would let them open, which"
+        )
+        cure = f"More steps (epochs, a smaller accumulation){more} need not help: docs/evidence.md says what it gave."
         return Note("warning", "reach", f"{arm}: {self}; expect it to do what its base does", ("train",), cure)
 
 

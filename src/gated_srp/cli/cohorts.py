@@ -253,9 +253,10 @@ def _show(check: Check, console: Console) -> None:
         console.print(Text(f"Ready{f': {counts}' if counts else ', no issues found'}.", style="bold green"))
     else:
         console.print(Text(f"Not ready: {counts}. Fix the errors, then check again.", style="bold red"))
-        if check.quarantine:
-            console.print("To go on without the broken files: --quarantine broken.txt, then", highlight=False)
-            line = "  mkdir broken && xargs -d '\\n' -a broken.txt mv -n -t broken/"
+        if check.quarantine and check.facts["files"]["usable"]:
+            line = "To go on without them: --quarantine broken.txt, then `exclude: broken.txt` in the YAML."
+            if "slides" not in check.facts:  # a folder has no YAML
+                line = "To move them away: --quarantine broken.txt, then\n  mkdir broken && xargs -d '\\n' -a broken.txt mv -n -t broken/"
             console.print(line, markup=False, highlight=False)
     if not check.facts["files"]["deep"]:
         console.print("The feature values were not read; --deep looks for NaN, infinity and damage in them.")

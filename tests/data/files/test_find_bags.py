@@ -18,6 +18,7 @@ from factories import (
     write_trident,
     write_trident_pt,
 )
+from safetensors.numpy import save_file
 
 from gated_srp.data import BagError, find_bags, read_bag
 from gated_srp.data.files.siblings import look_into, nothing_found
@@ -162,3 +163,19 @@ def test_torchmils_folders_of_hdf5_files_are_told_apart(tmp_path):
         write_h5(tmp_path / folder / "s.h5", **{folder: array})
     (found,) = find_bags(tmp_path)
     assert found == tmp_path / "features" / "s.h5" and read_bag(found).stride == 512
+
+
+def test_the_models_of_runs_below_a_folder_are_no_features(tmp_path):
+    path = write_npz(tmp_path, "s", make_slide())
+    run = tmp_path / "runs" / "mine" / "gated_srp" / "seed42"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("name: mine")
+    save_file({"head.weight": np.zeros((2, 2), "f4")}, run / "model.safetensors")
+    torch.save({"format": 1}, run / "state.pt")
+    assert find_bags(tmp_path) == [path]
+
+
+def test_of_many_arrays_a_few_are_named(tmp_path):
+    path = write_h5(tmp_path / "s.h5", **{f"array_{i:02d}": np.zeros(2) for i in range(40)})
+    with pytest.raises(BagError, match=r"no features \(found: array_00, .*array_07 and 32 more; looked for"):
+        read_bag(path)

@@ -29,6 +29,7 @@ from gated_srp.data.files.stride import lattice_of, number, stamp_positions, tex
 from gated_srp.errors import Note
 
 _FEATURES = ("features", "feats", "patch_embeddings", "embeddings")
+_MOST = 8  # names of arrays in a message
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -142,7 +143,8 @@ def _about_slide(places: Places) -> dict[str, Any]:
 
 def _features_name(file: Container, names: Sequence[str], encoder: str | None, features_key: str | None) -> str:
     """The array to read: the caller's, the encoder's of a group, or the usual names in order."""
-    listed = ", ".join(names) or "nothing"
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    listed = f"{', '.join(names[:_MOST]) or 'nothing'}{more}"
     for name in (features_key,) if features_key else _FEATURES:
         if name in names:
             return name

@@ -20,6 +20,7 @@ from gated_srp.errors import Note, UserError
 
 _POSITION_FOLDERS = ("patches", "coords", "coordinates")
 _LABELS = {"labels", "patch_labels", "inst_labels"}  # torchmil keeps one array per file; the folder says which
+_OF_RUNS = ("model.safetensors", "state.pt")  # what our own runs leave
 _PAIRS = {"pt_files": "h5_files", "feats_pt": "feats_h5"}
 _COORDS = ("coords", "coordinates")
 _ENDS = ("_patches.h5", ".h5", ".npy", ".npz", ".index.npz")  # of a file of positions, after the slide's name
@@ -204,6 +205,8 @@ def _may_be_bag(path: Path) -> bool:
     """By its name alone."""
     ending, home = path.suffix.lower(), path.parent.name
     if ending not in CONTAINERS or path.name.startswith(".") or path.name.endswith(".index.npz"):
+        return False
+    if path.name in _OF_RUNS and (path.parent / "config.yaml").is_file():
         return False
     if home in _LABELS or (ending == ".npy" and home in _POSITION_FOLDERS):
         return False
