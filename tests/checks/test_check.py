@@ -243,8 +243,9 @@ def test_a_part_without_a_class_or_without_slides_is_told(tmp_path):
     parts = ["train", "train", "train", "train", *["test"] * 8]
     rows = "".join(f"s{i},{part}\n" for i, part in enumerate(parts))
     (tmp_path / "split.csv").write_text(f"slide_id,split\n{rows}")
-    told = {note.what for note in check(config).notes if note.kind == "split"}
-    assert told == {"no usable slide in val"}
+    found = check(config)
+    assert {note.what for note in found.errors if note.kind == "split"} == {"no usable slide in val"}
+    assert any("no validation part: a tenth of the training patients was drawn" in note.what for note in found.notes)
 
 
 def test_survival_balance_is_counted_by_patient(tmp_path):
