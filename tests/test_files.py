@@ -117,3 +117,9 @@ def test_a_folder_has_a_fingerprint_of_all_its_files(tmp_path):
         write_whole(tmp_path / "zarr" / name, text)
         seen.add((sampled_hash(tmp_path / "zarr"), full_hash(tmp_path / "zarr")))
     assert len(seen) == 4 and len({one for one, _ in seen}) == len({one for _, one in seen}) == 4
+
+
+def test_a_name_as_long_as_the_file_system_allows_can_be_written(tmp_path):
+    name = "s" * 251 + ".csv"
+    write_whole(tmp_path / name, "words")
+    assert os.listdir(tmp_path) == [name]

@@ -25,75 +25,84 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ABANDONED = 3600.0  # seconds without a write after which a draft's writer is gone, where it cannot be asked
-_LOCKING = 2.0  # seconds in which a new and empty draft may still have no lock
+_NAME = 40  # characters of a file's name in that of its draft, which must not be too long for the file system
 _SAMPLES, _BLOCK = 16, 4096  # a fingerprint reads so many blocks of so many bytes
 
 
 @contextmanager
-def whole(path: Path, *, older: Path | None = None) -> Iterator[Path]:
+def whole(path: Path, *, older: Path | None = None, sync: bool = True) -> Iterator[Path]:
     """A name beside the target to write to. It replaces the target when the block ends well; otherwise nothing is left of it.
 
     ``older``: where to keep the copy that is replaced. Bytes and name are on the disk when this returns. A folder that cannot be
-    written and a full disk are the user's to mend: what was there before is untouched.
+    written and a full disk are the user's to mend: what was there before is untouched. Without ``sync`` neither the disk is waited
+    for nor drafts are looked for: for many files that can be made again.
     """
-    draft = path.with_name(f".{path.name}.{uuid4().hex}.part")  # nobody else's, in whatever container or machine
-    lock = None
+    draft, lock = path, None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_drafts(path.parent, path.name)
-        lock = _hold(draft)
+        if sync:
+            remove_drafts(path.parent, path.name)
+        draft, lock = _new_draft(path)
         yield draft
-        _sync(draft)
+        if sync:
+            _sync(draft)
         if older is not None and path.exists():
             os.replace(path, older)
         os.replace(draft, path)
-        _sync(path.parent)
+        if sync:
+            _sync(path.parent)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error.strerror or error}). What was there before is untouched; free some space, mend the "
             "folder or choose another, then start the same command again."
         ) from error
     finally:
-        with suppress(OSError):  # it was renamed, or there never was a place for it
-            draft.unlink()
+        if draft != path:
+            with suppress(OSError):  # it was renamed
+                draft.unlink()
         if lock is not None:
             os.close(lock)
 
 
 def remove_drafts(folder: Path, name: str | None = None) -> None:
     """Remove what writers that were killed left of this file, or of all files of the folder; a living writer holds a lock."""
-    for draft in folder.glob(f".{'*' if name is None else escape(name)}.*.part"):
+    for draft in folder.glob(f".{'*' if name is None else escape(name[:_NAME])}.*.part"):
         with suppress(OSError):  # held, or removed by someone else
-            if _abandoned(draft):
-                draft.unlink()
+            _remove_abandoned(draft)
 
 
-def _hold(draft: Path) -> int | None:
-    """The descriptor of a new draft, locked; the lock ends with the process, however it ends."""
-    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+def _new_draft(path: Path) -> tuple[Path, int | None]:
+    """A new draft and its descriptor, which is locked; the lock ends with the process, however it ends."""
+    while True:
+        draft = path.with_name(f".{path.name[:_NAME]}.{uuid4().hex}.part")  # nobody else's, on whatever machine
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if fcntl is None:
+            os.close(descriptor)
+            return draft, None
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return draft, descriptor
+        os.close(descriptor)  # taken for an abandoned one before it was locked
+
+
+def _remove_abandoned(draft: Path) -> None:
+    old = time.time() - draft.stat().st_mtime > _ABANDONED
     if fcntl is None:
-        os.close(descriptor)
-        return None
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
-
-
-def _abandoned(draft: Path) -> bool:
-    found = draft.stat()
-    age = time.time() - found.st_mtime
-    if fcntl is None or (age < _LOCKING and not found.st_size):
-        return age > _ABANDONED
+        if old:
+            draft.unlink()
+        return
     descriptor = os.open(draft, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        draft.unlink()  # while it is locked: a writer that waits for it then sees that it is gone
     except BlockingIOError:
-        return False
-    except OSError:
-        return age > _ABANDONED
+        pass
+    except OSError:  # a file system without locks
+        if old:
+            draft.unlink()
     finally:
         os.close(descriptor)
-    return True
 
 
 def _sync(path: Path) -> None:

@@ -15,6 +15,7 @@ from gated_srp_bench.loading import measure_loading
 from gated_srp.data import BagCache, Preparation, PreparedBag, prepare
 from gated_srp.data import cache as cache_module
 from gated_srp.errors import Note, UserError
+from gated_srp.files import whole
 
 PLAIN = Preparation()
 
@@ -232,12 +233,12 @@ def test_a_killed_writer_leaves_no_broken_entry(tmp_path, cache):
 
 
 def test_what_killed_writers_left_is_swept_when_nobody_can_be_writing_it(cache):
-    old, new = cache.folder / ".a.tmp", cache.folder / ".b.tmp"
-    old.write_bytes(b"x")
-    new.write_bytes(b"x")
-    os.utime(old, (time.time() - 2 * 86400,) * 2)
-    BagCache(cache.folder)
-    assert (old.exists(), new.exists()) == (False, True)
+    left = cache.folder / ".a.safetensors.0.part"
+    left.write_bytes(b"x")
+    with whole(cache.folder / "b.safetensors", sync=False) as held:
+        held.write_bytes(b"x")
+        BagCache(cache.folder)
+        assert (left.exists(), held.exists()) == (False, True)
 
 
 def test_a_full_disk_costs_the_cache_and_nothing_else(cache, file, monkeypatch):

@@ -8,15 +8,12 @@ every process looks at once per entry; waiting for the disk at each write (fsync
 
 import hashlib
 import json
-import os
 import re
-import time
 import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,10 +23,10 @@ from torch import Tensor
 from gated_srp.data.files.siblings import position_files
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
 from gated_srp.errors import Note, UserError
+from gated_srp.files import remove_drafts, whole
 from gated_srp.srp.graph import PatchGraph
 
 FORMAT = 1  # of an entry, and of what preparation computes: raise it when either changes
-_ABANDONED = 24 * 3600  # seconds after which a temporary file has no writer any more
 _FACTS = ("num_patches", "stride", "stride_source", "unit", "encoder")
 
 
@@ -46,10 +43,7 @@ class BagCache:
         except OSError as error:
             what = f"the cache cannot be made ({error.strerror})"
             raise UserError(what, where=self.folder, cure="Correct `cache`.", kind="cache") from None
-        for draft in self.folder.glob(".*.tmp"):
-            with suppress(OSError):
-                if time.time() - draft.stat().st_mtime > _ABANDONED:
-                    draft.unlink()
+        remove_drafts(self.folder)
 
     def entry(self, path: Path, settings: Preparation) -> Path:
         """Where the bag of this file with these settings is kept."""
@@ -67,9 +61,9 @@ class BagCache:
             bag = prepare(path, settings)
             try:
                 _store(entry, bag, identity)
-            except OSError as error:  # a full disk must not end a run that does not need it
-                what = f"the cache {self.folder} cannot be written ({error.strerror})"
-                what += "; the bag is prepared anew each time"
+            except (UserError, SafetensorError) as error:  # a full disk must not end a run that does not need it
+                cause = getattr(error.__cause__, "strerror", None) or error.__cause__ or error
+                what = f"the cache {self.folder} cannot be written ({cause}); the bag is prepared anew each time"
                 note = Note("warning", "cache", what, cure="Free some space, or correct `cache`.")
                 return replace(bag, warnings=(*bag.warnings, note))
             found = _load(entry, path, identity, check=False) or bag
@@ -118,15 +112,9 @@ def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
         "homogeneity": bag.graph.homogeneity,
     }
     facts_text = json.dumps(facts)
-    draft = entry.with_name(f".{uuid4().hex}.tmp")
-    try:
-        metadata = {"identity": identity, "facts": facts_text, "checksum": _checksum(tensors, facts_text)}
+    metadata = {"identity": identity, "facts": facts_text, "checksum": _checksum(tensors, facts_text)}
+    with whole(entry, sync=False) as draft:
         save_file(tensors, draft, metadata=metadata)
-        os.replace(draft, entry)
-    except SafetensorError as error:
-        raise OSError(0, str(error)) from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag | None:
