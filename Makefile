@@ -5,7 +5,7 @@ READY := .venv/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 SHELL := bash
 
-.PHONY: venv test quick lint demo bench docs lowest ray clean
+.PHONY: venv test quick lint demo bench docs lowest ray torture clean
 
 venv: $(READY)
 
@@ -65,6 +65,12 @@ ray: $(READY)
 	@if .venv-ray/bin/python $(PIP) -c constraints.txt ray; \
 		then .venv-ray/bin/python -m pytest -q tests/study/test_clusters.py; \
 		else echo "Ray cannot be fetched here: the tests of --engine ray are skipped"; fi
+
+# Every file operation of train, compare, extract and the cache as a place where it is killed or the disk is full; half an hour.
+torture: $(READY)
+	@folder=$$(mktemp -d -p "$$(test -w /dev/shm && echo /dev/shm || echo /tmp)"); trap 'rm -rf "$$folder"' EXIT; OMP_NUM_THREADS=1 \
+		$(BIN)/python tests/crash_points.py "$$folder" extract:kill:1 cache:kill:1 train:kill:1 compare:kill:9 extract:fail:1 cache:fail:1 train:fail:3
+	GATED_SRP_KILLS=20 $(BIN)/python -m pytest -q -n 0 tests/training/test_training_resume.py -k random
 
 clean:
 	rm -rf .venv .venv-lowest .venv-ray build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

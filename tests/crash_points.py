@@ -132,6 +132,7 @@ def train(inputs: Path, out: Path) -> None:
 
 def compare(inputs: Path, out: Path) -> None:
     import gated_srp
+    from gated_srp.reports import figures
     from gated_srp.study import engine
     from gated_srp.study.worker import run_cell
 
@@ -142,7 +143,8 @@ def compare(inputs: Path, out: Path) -> None:
             board.set(cell, "finished")
 
     engine.run_local = here
-    gated_srp.compare(inputs / "cohort.yaml", arms=["na", "gated_srp"], seeds=[42, 43], out=out, jobs=1)
+    figures.draw_comparison = lambda *given, **options: []  # seconds of matplotlib, and the same `whole`
+    gated_srp.compare(inputs / "cohort.yaml", arms=["na", "gated_srp"], seeds=[42], out=out, jobs=1, bootstrap=0)
 
 
 def extract(inputs: Path, out: Path) -> None:
@@ -270,6 +272,7 @@ def main(folder: Path, tasks: list[str]) -> int:
     sys.path[:0] = [str(HERE), str(HERE / "slides")]
     import torch
 
+    import gated_srp.reports.figures
     import gated_srp.slides.extract
     import gated_srp.study.comparison
     import gated_srp.training.train  # noqa: F401 - imports are paid once, not by every fork
