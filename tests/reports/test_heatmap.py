@@ -119,7 +119,7 @@ def test_a_change_is_a_share_of_the_mean_and_beyond_it_is_said():
     one = PatchMap("change", "change", np.array([-0.05, 0.0, 0.2]), signed=True, unit=0.1)
     scaled = scaled_map(one)
     assert scaled.places.tolist() == pytest.approx([0.25, 0.5, 1.0])
-    assert [text for _, text in scaled.ticks] == ["-100 %", "-50 %", "+0 %", "+50 %", "+100 %"]
+    assert [text for _, text in scaled.ticks] == ["-100 %", "-50 %", "0", "+50 %", "+100 %"]
     assert scaled.beyond == (0.0, pytest.approx(1 / 3))
 
 
@@ -379,6 +379,9 @@ def test_the_map_has_the_numbers_of_the_sheet_a_scale_bar_and_says_how_it_lies(s
     assert words["1"] == (3 * 64 + 32, 2 * 64 + 32) and words["4"] == (64 + 32, 32)
     ((left, right),) = [line.get_xdata() for line in axes.lines]
     assert "20 µm" in words and right - left == pytest.approx(40)  # of 256 pixels, 128 microns
+    wide = replace(patches, corners=patches.corners * 100)  # patches of 4 pixels: the number stands beside
+    beside = figure_of_maps([("h", wide, one)], title="t", numbers={11: 1}).axes[0].texts
+    assert [text.get_position() for text in beside if text.get_text() == "1"] == [(3 * 6400 + 64, 2 * 6400)]
     foot = figure.get_supxlabel().replace("\n", " ")
     assert foot == "as scanned: x to the right, y down; scanned at 20x; 0.5 µm per pixel; patches of 64 pixels, 32 µm"
     bare = figure_of_maps([("h", Patches.of(read_header(file)), one)], title="t")

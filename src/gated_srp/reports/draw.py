@@ -194,7 +194,8 @@ def as_multiples(values: np.ndarray, unit: float) -> Scaled:
 def as_change(values: np.ndarray, unit: float) -> Scaled:
     """Differences as shares of the slide's mean."""
     plain = linear(values / (unit or 1.0), _CHANGE, signed=True)
-    ticks = tuple((place, f"{float(text):+.0%}".replace("%", " %")) for place, text in plain.ticks)
+    shares = [(place, float(text)) for place, text in plain.ticks]
+    ticks = tuple((place, f"{100 * share:+.0f} %" if share else "0") for place, share in shares)
     return replace(plain, ticks=ticks, label="share of the slide's mean")
 
 

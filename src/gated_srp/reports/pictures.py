@@ -30,6 +30,7 @@ _PATCH = 224  # least pixels of a patch on a sheet
 _LARGEST = 448
 _CONTEXT = 0.25  # of a patch's side, shown around it on each side
 _CAPTION, _GAP = 24, 10
+_SMALL = 24  # pixels of a patch on a map that has no room for its number
 
 
 # Maps of one slide ----------------------------------------------------------------------------------------------------
@@ -80,9 +81,11 @@ def figure_of_maps(
         _add_bar(figure, axes, scaled, light=slide is not None and overlay == "grey")
         _add_scale(axes, canvas, header)
         if place == 1 and numbers:
-            _add_numbers(axes, patches, numbers, framed=overlay != "contour")
-        past = sum(scaled.beyond)
-        outside = f"; {past:.1%} of the patches lie beyond the colours".replace("%", " %") if past else ""
+            small = patches.side / canvas.scale < _SMALL
+            _add_numbers(axes, patches, numbers, framed=overlay != "contour" or small, beside=small)
+        past = round(sum(scaled.beyond) * int(np.isfinite(one.values).sum()))
+        verb = "lies" if past == 1 else "lie"
+        outside = f"; {counted(past, 'patch')} {verb} beyond the colours" if past else ""
         axes.set_xlabel(_wrapped(describe(one) + outside, 80), fontsize=8)
         axes.set_title(_wrapped(heading, 62), fontsize=9)
     figure.suptitle(_wrapped(title, 56 * columns), fontsize=10)
@@ -94,6 +97,7 @@ def _paint(
     axes: "Axes", patches: Patches, scaled: Scaled, canvas: Canvas, background: np.ndarray | None, overlay: Overlay
 ) -> None:
     from matplotlib import colormaps
+    from matplotlib.patheffects import withStroke
 
     painted, colours = canvas.paint(patches, scaled.places), colormaps[scaled.colours]
     right, bottom = (o + s * canvas.scale for o, s in zip(canvas.origin, canvas.size, strict=True))
@@ -111,7 +115,8 @@ def _paint(
                 o + (np.arange(n) + 0.5) * canvas.scale for o, n in zip(canvas.origin, canvas.size, strict=True)
             )
             lines_of = [colours(level) for level in levels]
-            axes.contour(columns, rows, painted, levels, colors=lines_of, linewidths=1.8)
+            lines_drawn = axes.contour(columns, rows, painted, levels, colors=lines_of, linewidths=1.8)
+            lines_drawn.set(path_effects=[withStroke(linewidth=3.2, foreground="#333333")])  # seen on any tissue
 
 
 def _add_bar(figure: "Figure", axes: Any, scaled: Scaled, *, light: bool = False) -> None:
@@ -178,7 +183,8 @@ def _add_scale(axes: "Axes", canvas: Canvas, header: BagHeader) -> None:
     )
 
 
-def _add_numbers(axes: "Axes", patches: Patches, numbers: Mapping[int, int], *, framed: bool) -> None:
+def _add_numbers(axes: "Axes", patches: Patches, numbers: Mapping[int, int], *, framed: bool, beside: bool) -> None:
+    """In the middle of each patch, or ``beside`` it."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
@@ -188,8 +194,9 @@ def _add_numbers(axes: "Axes", patches: Patches, numbers: Mapping[int, int], *, 
         if framed:
             frame: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 0.8, "path_effects": white}
             axes.add_patch(Rectangle((x, y), patches.side, patches.side, **frame))
-        middle = (x + patches.side / 2, y + patches.side / 2)
-        axes.text(*middle, str(number), ha="center", va="center", fontsize=7, path_effects=white)
+        at = (x + patches.side, y) if beside else (x + patches.side / 2, y + patches.side / 2)
+        aligned: dict[str, Any] = {"ha": "left", "va": "bottom"} if beside else {"ha": "center", "va": "center"}
+        axes.text(*at, str(number), fontsize=7, path_effects=white, **aligned)
 
 
 def _wrapped(text: str, width: int) -> str:
