@@ -135,6 +135,16 @@ def test_an_empty_folder_is_refused(home):
         draft_cohort(home / "empty", table(home, label=list("ababab")), home)
 
 
+def test_a_folder_of_slide_images_is_told_how_to_get_features(home):
+    (home / "scans").mkdir()
+    for name in ("a.svs", "b.SVS", "notes.txt"):
+        (home / "scans" / name).touch()
+    with pytest.raises(
+        UserError, match=r"2 slide images, but no feature file in it.*gated-srp extract .*scans -o feats/"
+    ):
+        draft_cohort(home / "scans", table(home, label=list("ababab")), home)
+
+
 def test_names_that_yaml_could_misread_come_back_as_they_are(home):
     odd = "No: # yes\nand {more}"
     frame = pd.DataFrame({odd: [f"s{i}" for i in range(6)], "label": ["no", "yes"] * 3})

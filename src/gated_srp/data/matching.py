@@ -16,13 +16,10 @@ from pathlib import Path
 
 from gated_srp.data.files.containers import CONTAINERS
 from gated_srp.data.files.formats import is_slide_embedding
-from gated_srp.data.files.siblings import embeddings_left_out, encoder_of_folder
+from gated_srp.data.files.siblings import SLIDE_IMAGES, embeddings_left_out, encoder_of_folder
 from gated_srp.errors import Note, UserError, counted
 
-SLIDE_ENDINGS = (
-    *(".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi"),
-    *(".png", ".jpg", ".jpeg"),
-)
+SLIDE_ENDINGS = (*SLIDE_IMAGES, ".png", ".jpg", ".jpeg")
 _NUMBERS = {2: "two", 3: "three"}
 _BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
 Claims = dict[str, tuple[Path, ...]]  # slides and the files that fit

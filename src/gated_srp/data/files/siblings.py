@@ -16,7 +16,9 @@ from torch import Tensor
 
 from gated_srp.data.bag import BagError
 from gated_srp.data.files.containers import CONTAINERS, Container, opened
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
+
+SLIDE_IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi")
 
 _POSITION_FOLDERS = ("patches", "coords", "coordinates")
 _LABELS = {"labels", "patch_labels", "inst_labels"}  # torchmil keeps one array per file; the folder says which
@@ -185,7 +187,12 @@ def nothing_found(folder: str | Path, *, encoder: str | None = None) -> UserErro
         what = f"{len(found.embeddings)} slide embedding{several}, one vector per slide, but no features of patches"
         cure = "Gated SRP needs patches; point at the folder of patch features."
         return UserError(what, where=folder, cure=cure, kind="slide_embedding")
-    return UserError("no feature file in it", where=folder, cure=cure, kind="missing")
+    if images := sum(path.suffix.lower() in SLIDE_IMAGES for path in _walk(Path(folder))):
+        what = f"{counted(images, 'slide image')}, but no feature file in it"
+        cure = f"Make them with `gated-srp extract {folder} -o feats/ --encoder NAME`, then point at feats/."
+    else:
+        what = "no feature file in it"
+    return UserError(what, where=folder, cure=cure, kind="missing")
 
 
 def _walk(folder: Path) -> Iterator[Path]:
