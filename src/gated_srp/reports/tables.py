@@ -274,7 +274,7 @@ def _readme(comparison: Comparison, grid: Grid, cells: Sequence[Cell]) -> Iterat
             line += f" Over resampled patients: {drawn.difference:+.4f} ({drawn.low:+.4f} to {drawn.high:+.4f})."
         yield line
     yield from (f"- missing: {cell} is not finished." for cell in cells if not cell.run.finished)
-    yield from (f"- note: {note}." for note in comparison.notes)
+    yield from (f"- note: {note.removesuffix('.')}." for note in comparison.notes)
 
 
 def write_reproduction(folder: Path, study: Study, lines: pd.DataFrame, notes: tuple[str, ...] = ()) -> list[Path]:
