@@ -77,7 +77,7 @@ def read_results(training: Training, inputs: TrainingData, callbacks: RunCallbac
         tables |= {(part, "slide"): slides, (part, "case"): cases}
         metrics[part] = {"slide": _metrics(inputs.task, slides), "case": _metrics(inputs.task, cases)}
     facts = _training_facts(training, inputs, callbacks) | {"calibration_slides": few}
-    facts["seen"] = seen_card(inputs.slides)
+    facts["seen"] = seen_card(inputs.slides, training.model.state_dict())
     return Results(tables, metrics, temperature, facts, remarks, {"rule": training.ties, "epochs": tied})
 
 

@@ -1,13 +1,13 @@
 """Which slides and patients a model has seen: salted hashes in its card, and other slides compared with them.
 
-A hash is of a salt, drawn for each run and kept in its card, and an id. The ids themselves are not there: whoever has a list of
+A hash is of a salt, the run's own and kept in its card, and an id. The salt is a digest of the trained weights: no other run has it, nobody
+can prepare a dictionary for it, and a run that is repeated bit for bit still gives the same file. The ids themselves are not there: whoever has a list of
 ids can tell which of them are in the training, and nobody can read the list out of the model.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from gated_srp.data.matching import slide_stem, tcga_patient
 from gated_srp.data.splits import Split
@@ -26,9 +28,12 @@ _DIGITS = 20  # of a SHA-256 in hexadecimal: no two ids of any cohort share them
 _PARTS = {"train": "training", "val": "validation"}
 
 
-def seen_card(slides: pd.DataFrame) -> dict[str, Any]:
+def seen_card(slides: pd.DataFrame, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """For a model's card, from the slides of a run (slide, case, file, part): the salt, and hashes by part of slides and patients."""
-    salt = secrets.token_hex(16)
+    digest = hashlib.sha256()
+    for tensor in weights.values():
+        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    salt = digest.hexdigest()[:32]
     card: dict[str, Any] = {"salt": salt}
     for part in _PARTS:
         own = slides[slides["part"] == part]
