@@ -210,3 +210,16 @@ def test_files_that_passed_are_tried_once_and_again_when_they_change(tmp_path, m
         file.attrs["more"] = "x" * 1000
     read_bag(path)
     assert asked == [path, path]
+
+
+def test_a_healthy_file_at_which_a_forked_helper_spins_is_read_all_the_same(tmp_path, monkeypatch):
+    """A fork may spin on a lock of a thread that it left behind: a fresh interpreter then has the last word."""
+    code = (
+        "import sys\ndef look(path):\n    while 'pytest' in sys.modules:  # only in a fork of the tests\n        pass\n"
+    )
+    (tmp_path / "looks_of_a_fork.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    from looks_of_a_fork import look
+
+    try_out(look, write_clam(tmp_path, "good", make_slide()))
