@@ -43,6 +43,7 @@ BESIDE = {
     ("bounded", "errors"),
     ("simulation", "demo"),  # whose generator it turns the dials of
     ("records", "errors"),
+    ("records", "files"),
 }  # same layer, one may see the other
 
 

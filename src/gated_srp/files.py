@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _ABANDONED = 3600.0  # seconds without a write after which a draft's writer is gone, where it cannot be asked
 _NAME = 40  # characters of a file's name in that of its draft, which must not be too long for the file system
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet would compute, and what was quoted before
 _SAMPLES, _BLOCK = 16, 4096  # a fingerprint reads so many blocks of so many bytes
 
 
@@ -148,6 +150,25 @@ def write_image(image: "Image", path: Path) -> None:
     buffer = BytesIO()
     image.save(buffer, "JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG", quality=85)
     write_whole(path, buffer.getbuffer())
+
+
+def spreadsheet_safe(cell: Any) -> Any:
+    """
+    >>> spreadsheet_safe("=1+1"), spreadsheet_safe("-1.5"), spreadsheet_safe("s-1"), spreadsheet_safe(-1)
+    ("'=1+1", '-1.5', 's-1', -1)
+    """
+    if not isinstance(cell, str) or not _FORMULA.match(cell):
+        return cell
+    try:
+        float(cell)  # a number does no harm
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def spreadsheet_plain(cell: Any) -> Any:
+    """What `spreadsheet_safe` was given."""
+    return cell[1:] if isinstance(cell, str) and cell[:1] == "'" and _FORMULA.match(cell[1:]) else cell
 
 
 # Tensors with a card --------------------------------------------------------------------------------------------------

@@ -8,13 +8,15 @@ Further entries are kept as they are, so that a file of a newer version is read;
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gated_srp.errors import UserError
+from gated_srp.files import spreadsheet_plain, spreadsheet_safe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -181,6 +183,15 @@ class Comparison(Record):
     quick: str | None = None
 
 
+class Check(Record):
+    """What `check --json` wrote"""
+
+    name: str = ""
+    must_fix: bool | int = False
+    summary: dict[str, Any] = {}
+    findings: list[dict[str, Any]] = []
+
+
 def read_record(path: Path, record: type[Record], *, cure: str) -> dict[str, Any]:
     """The content of a JSON file that fits the schema; FileNotFoundError where there is none."""
     try:
@@ -210,6 +221,18 @@ def checked(content: Any, record: type[Record], *, where: str | Path, cure: str)
 
 def unreadable(where: str | Path, error: object, cure: str) -> UserError:
     return UserError(f"cannot be read ({' '.join(str(error).split())[:300]})", where=where, cure=cure, kind="damaged")
+
+
+@contextmanager
+def naming(where: str | Path) -> Iterator[None]:
+    """What files that are each readable say together may still make no sense: that is an error that names them."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        if isinstance(error, UserError):
+            raise
+        what = f"its files do not fit together ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise UserError(what, where=where, cure="Make them again, or leave them out.", kind="damaged") from error
 
 
 def _short(value: Any) -> str:
@@ -245,11 +268,23 @@ def read_rows(
         options: dict[str, Any] = {"keep_default_na": False, "float_precision": "round_trip", "skip_blank_lines": False}
         kinds = str if texts is None else dict.fromkeys(texts, str)
         frame: pd.DataFrame = pd.read_csv(io.StringIO(text), dtype=kinds, **options)
+        for name in frame.columns if texts is None else frame.columns.intersection(list(texts)):
+            frame[name] = frame[name].map(spreadsheet_plain)
+        frame.columns = pd.Index([spreadsheet_plain(name) for name in frame.columns])
         return frame if texts is None or frame.empty else frame.assign(**_as_numbers(frame, texts, numbers))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, csv.Error, OverflowError) as error:
         raise unreadable(path, error, cure) from None
+
+
+def csv_text(frame: "pd.DataFrame", **options: Any) -> str:
+    """A table as CSV; text that a spreadsheet would take for a formula (``=1+1``, ``@SUM``) gets an apostrophe in front, as they do it."""
+    texts = frame.select_dtypes(exclude="number").columns
+    safe = frame.apply(lambda column: column.map(spreadsheet_safe) if column.name in texts else column)
+    safe.columns = [spreadsheet_safe(name) for name in frame.columns]
+    text: str = safe.to_csv(index=False, lineterminator="\n", **options)
+    return text
 
 
 def _as_numbers(frame: "pd.DataFrame", texts: Sequence[str], numbers: Sequence[str]) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("gated_srp")
 _COLOURS = {logging.DEBUG: "bright_black", logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _EVERY = 30.0  # seconds between plain lines of a text that changes all the time
 _RENEW = 1.0  # seconds between two tables of cells
 
@@ -67,6 +69,7 @@ def begin(*, verbose: bool = False, quiet: bool = False, debug: bool = False, lo
 
 def say(text: str = "", *, bold: bool = False, err: bool = False) -> None:
     """Print a result or a step of the work; --quiet leaves it out."""
+    text = visible(text)
     if not SCREEN.quiet:
         _echo(typer.style(text, bold=True) if bold else text, err=err)
     LOG.info("%s", text.strip("\n"))
@@ -80,17 +83,34 @@ def say_written(paths: Iterable[Path]) -> None:
 @contextmanager
 def console() -> Iterator[Console]:
     """``with console() as page: page.print(table)``: rich's console, under the same options as `say`."""
-    from rich.console import Console
-
-    page = Console(file=io.StringIO() if SCREEN.quiet else None, record=True)
+    page = _console(file=io.StringIO() if SCREEN.quiet else None, record=True, markup=False)
     yield page
     LOG.info("%s", page.export_text().strip("\n"))
+
+
+def visible(text: str) -> str:
+    """Names come from files and tables of others: what would command the terminal is printed as text.
+
+    >>> visible("a\x1b[2Jb\tc")
+    'a\\x1b[2Jb\tc'
+    """
+    return _CONTROL.sub(lambda sign: f"\\x{ord(sign[0]):02x}", text)
+
+
+def _console(**options: Any) -> Console:
+    from rich.console import Console
+
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> Any:  # every string that is printed, cells of tables too
+            return super().render_str(visible(text), **how)
+
+    return Plain(**options)
 
 
 class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno != logging.INFO:  # `say` has printed it already
-            _echo(typer.style(record.getMessage(), fg=_COLOURS.get(record.levelno)), err=True)
+            _echo(typer.style(visible(record.getMessage()), fg=_COLOURS.get(record.levelno)), err=True)
 
 
 def _file(path: Path) -> logging.Handler:
@@ -116,9 +136,7 @@ def _echo(text: str, *, err: bool) -> None:
 def show_progress(console: Console | None = None) -> Iterator[Progress]:
     """A callback for the functions of the API; what it has drawn is gone at the end, what it has printed stays."""
     if console is None:
-        from rich.console import Console
-
-        console = Console(stderr=True, quiet=SCREEN.quiet, highlight=False)
+        console = _console(stderr=True, quiet=SCREEN.quiet, highlight=False)
     shown = _Terminal(console) if console.is_terminal and not console.quiet else _Lines(console)
     try:
         yield shown
@@ -189,7 +207,7 @@ class _Terminal:
             self._bars = _bars(self._console)
         above = event.stage not in ("bags", "patches")
         if above and event.text:
-            LOG.info("%s", event.text)
+            LOG.info("%s", visible(event.text))
             self._bars.console.print(event.text, markup=False, soft_wrap=True)
         name = event.text if event.stage == "patches" else event.stage
         if event.stage not in self._tasks:

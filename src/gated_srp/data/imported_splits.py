@@ -24,6 +24,7 @@ from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, check
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, counted
+from gated_srp.files import spreadsheet_plain
 
 _WORDS = {
     **{"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"},
@@ -189,6 +190,7 @@ def _folded(unit: str) -> str:
 
 def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes: list[Note]) -> Split:
     """Slides or patients, whichever the table knows more of; a unit in two parts is an error."""
+    pairs = [(spreadsheet_plain(unit), part) for unit, part in pairs]  # as we write what looks like a formula
     slides = {slide_stem(slide).casefold(): slide for slide in table.frame["slide"]}
     cases = {_folded(case): case for case in table.frame["case"]}
     as_slides = [slides.get(slide_stem(unit).casefold()) for unit, _ in pairs]

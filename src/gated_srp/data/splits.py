@@ -19,7 +19,7 @@ import pandas as pd
 from gated_srp.data.columns import USUAL, plain
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, counted
-from gated_srp.files import whole
+from gated_srp.files import spreadsheet_safe, whole
 
 PARTS = ("train", "val", "test")
 Vector = npt.NDArray[np.float64]
@@ -57,7 +57,7 @@ def write_split(split: Split, path: str | Path) -> None:
     with whole(Path(path)) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([split.unit, "split"])
-        writer.writerows(sorted(split.parts.items()))
+        writer.writerows((spreadsheet_safe(unit), part) for unit, part in sorted(split.parts.items()))
 
 
 def assign_parts(split: Split, table: Table) -> "pd.Series[Any]":

@@ -29,6 +29,7 @@ from gated_srp.models import load_model
 from gated_srp.models.attention import merge_heads
 from gated_srp.models.slide import SlideTransformer
 from gated_srp.progress import Event, Progress, silent
+from gated_srp.records import csv_text
 from gated_srp.slides.encoders import PatchEncoder, find_encoder
 from gated_srp.slides.extract import best_device, encode
 from gated_srp.slides.tiles import cut_photograph, find_photographs
@@ -99,7 +100,7 @@ def write_table(measured: Iterable[Redundancy], path: Path) -> None:
             cosines = getattr(one, partners)
             numbers = {"patches": len(cosines), "mean": float(cosines.mean()), **quantiles(cosines)}
             rows.append({"slide": one.slide, "rows": one.rows, "partners": partners, **numbers})
-    write_whole(path, pd.DataFrame(rows).to_csv(index=False, lineterminator="\n", float_format="%.6f"))
+    write_whole(path, csv_text(pd.DataFrame(rows), float_format="%.6f"))
 
 
 def quantiles(cosines: Tensor) -> dict[str, float]:

@@ -20,6 +20,7 @@ from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import write_whole
 from gated_srp.progress import Progress, silent
+from gated_srp.records import csv_text
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Findings, Level
 from gated_srp.training.folder import defined
@@ -93,7 +94,7 @@ class Evaluation:
         paths = []
         for name, table in tables.items():
             paths.append(folder / f"{name}.csv")
-            write_whole(paths[-1], table.to_csv(index=False, lineterminator="\n"))
+            write_whole(paths[-1], csv_text(table))
         paths.append(folder / "evaluation.json")
         write_whole(paths[-1], json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
         return paths

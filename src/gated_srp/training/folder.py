@@ -33,7 +33,17 @@ from gated_srp.config.cohort import CohortConfig
 from gated_srp.data.files.siblings import may_be_same
 from gated_srp.errors import UserError
 from gated_srp.files import has_its_checksum, with_checksum, write_whole
-from gated_srp.records import Environment, Metrics, Record, Settings, checked, read_record, read_rows, unreadable
+from gated_srp.records import (
+    Environment,
+    Metrics,
+    Record,
+    Settings,
+    checked,
+    csv_text,
+    read_record,
+    read_rows,
+    unreadable,
+)
 from gated_srp.training.state import before
 
 HISTORY = ("epoch", "split", "metric", "value")
@@ -180,7 +190,7 @@ class RunFolder:
         write_whole(self.path / name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_csv(self, name: str, frame: pd.DataFrame) -> None:
-        write_whole(self.path / name, frame.to_csv(index=False, lineterminator="\n"))
+        write_whole(self.path / name, csv_text(frame))
 
     def write_rows(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self.write_csv(name, pd.DataFrame(list(rows), columns=list(columns)))

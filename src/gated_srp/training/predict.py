@@ -27,6 +27,7 @@ from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
+from gated_srp.records import csv_text
 from gated_srp.tasks import Task
 from gated_srp.tasks.metrics import FEWEST
 from gated_srp.training.inputs import slide_mean
@@ -74,9 +75,9 @@ class Predictions:
         beside = path.with_name(f"{path.stem}_skipped.csv")
         written = [path]
         if len(self.skipped) or beside.exists():  # a list of an earlier prediction would mislead
-            write_whole(beside, self.skipped.to_csv(index=False, lineterminator="\n"))
+            write_whole(beside, csv_text(self.skipped))
             written.append(beside)
-        write_whole(path, self.table.to_csv(index=False, lineterminator="\n"))
+        write_whole(path, csv_text(self.table))
         return written
 
     def _repr_html_(self) -> str:

@@ -20,6 +20,7 @@ from gated_srp import __version__
 from gated_srp.checks.findings import facts_in_words
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title, is_gated
+from gated_srp.records import naming
 from gated_srp.reports.page import tables
 from gated_srp.reports.page.contents import (
     Contents,
@@ -93,8 +94,9 @@ def build_page(folder: Path) -> str:
         loader=PackageLoader("gated_srp.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     page = environment.get_template("page.html.j2")
-    context = _context(contents)
-    bare = page.render(context, pictures=[], left_out=[])
+    with naming(folder):
+        context = _context(contents)
+        bare = page.render(context, pictures=[], left_out=[])
     pictures, left_out = within(contents.maps, LARGEST - len(bare.encode()) - 50_000)
     return page.render(context, pictures=pictures, left_out=left_out)
 
@@ -245,7 +247,7 @@ def _run_figures(runs: Sequence[FinishedRun]) -> list[Figure]:
     found: list[Figure] = []
     for place, run in enumerate(runs):
         name = f"{run.name}, seed {run.unit}"
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, naming(run.path):
             home, of = Path(folder), {run.cohort: [run]}
             drawn = draw_history(run, home / "history", title=name)
             drawn += draw_trajectories(of, home / "trajectories", title=name)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
 import io
-import json
 import os
 import re
 import xml.etree.ElementTree as ET
@@ -21,6 +19,7 @@ import pandas as pd
 
 from gated_srp.errors import UserError
 from gated_srp.models import arm_title
+from gated_srp.records import Check, Comparison, Record, read_record, read_rows
 from gated_srp.tasks import Task, find_task, task_from_card
 from gated_srp.training.folder import RunFolder
 
@@ -32,6 +31,8 @@ _DRAWN = {"svg", "g", "defs", "clipPath", "pattern", "path", "rect", "use", "tex
 _DRAWN |= {"ellipse", "polygon", "polyline", "image", "linearGradient", "stop"}
 _OUTSIDE = re.compile(r"url\((?!#)|javascript:|@import", re.IGNORECASE)
 _LARGEST = 3_000_000  # bytes of an SVG file; matplotlib's are a hundredth
+_DEEPEST = 100  # elements inside each other; matplotlib's drawings have ten
+_WRITE_AGAIN = "Write it again with the command that made it."
 _WIDEST = 1400  # pixels of a PNG
 _COLOURS = 128
 _SHRINK = 0.6
@@ -157,7 +158,7 @@ def read_contents(home: Path) -> Contents:
     files.sort()
     studies = [_study(folder) for folder in sorted({f.parent for f in files if f.name in _STUDY})]
     runs = _runs(files) or _runs(_beside(home, studies))
-    found = [_read_json(f) for f in files if f.suffix == ".json" and "check" in f.name]
+    found = [_read_json(f, Check) for f in files if f.suffix == ".json" and "check" in f.name]
     checks = [check for check in found if {"name", "must_fix", "summary", "findings"} <= set(check)]
     drawn = {drawing for study in studies for drawing in study.drawings}
     drawings = [f for f in files if f.suffix == ".svg" and f not in drawn]
@@ -189,7 +190,7 @@ def _runs(files: Iterable[Path]) -> list[FinishedRun]:
 
 def _study(folder: Path) -> StudyFolder:
     results, reproduction = (_read_rows(folder / f"{name}.csv") for name in ("results", "reproduction"))
-    return StudyFolder(folder, _read_json(folder / "comparison.json"), results, reproduction)
+    return StudyFolder(folder, _read_json(folder / "comparison.json", Comparison), results, reproduction)
 
 
 def read_text(path: Path) -> str:
@@ -199,19 +200,20 @@ def read_text(path: Path) -> str:
     return ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The content if that is a mapping; nothing where there is no such file; a torn file is refused by name."""
+def _read_json(path: Path, record: type[Record]) -> dict[str, Any]:
+    """The content if it is what the schema says; nothing where there is no such file; a torn file is refused by name."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        cure = "Write it again with the command that made it."
-        raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
-    return found if isinstance(found, dict) else {}
+        return read_record(path, record, cure=_WRITE_AGAIN)
+    except FileNotFoundError:
+        return {}
 
 
 def _read_rows(path: Path) -> tuple[dict[str, str], ...]:
     """A CSV as it is written: texts."""
-    rows = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        rows = read_rows(path, texts=None, cure=_WRITE_AGAIN).to_dict("records")
+    except FileNotFoundError:
+        return ()
     return tuple({str(key): str(value) for key, value in row.items()} for row in rows)
 
 
@@ -226,10 +228,11 @@ def inline_svg(path: Path, prefix: str) -> str | None:
     try:
         if path.stat().st_size > _LARGEST:
             return None
-        root = ET.fromstring(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ET.ParseError):
+        text = path.read_text(encoding="utf-8")
+        root = ET.fromstring(text)
+    except (OSError, ValueError, ET.ParseError):
         return None
-    if root.tag != f"{{{_SVG}}}svg":
+    if root.tag != f"{{{_SVG}}}svg" or "<!ENTITY" in text or _depth(root) > _DEEPEST:
         return None
     _clean(root, prefix)
     for name in ("height", "version"):
@@ -241,6 +244,14 @@ def inline_svg(path: Path, prefix: str) -> str | None:
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _LINK)
     return ET.tostring(root, encoding="unicode")
+
+
+def _depth(root: ET.Element) -> int:
+    """Levels of elements, level by level: what is nested without end must not end this."""
+    depth, level = 0, [root]
+    while level:
+        depth, level = depth + 1, [child for element in level for child in element]
+    return depth
 
 
 def _clean(element: ET.Element, prefix: str) -> None:
