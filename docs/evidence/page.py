@@ -1,0 +1,172 @@
+"""Writes docs/evidence.md from the plans and the tables of this folder: python docs/evidence/page.py
+
+Every number and every statement on that page is computed here; a test holds the page to the tables.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from gated_srp.checks.reach import OUTSIDE, Reach
+from gated_srp.models import arm_title
+from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read_plan, read_table
+from gated_srp.study.results import compare_results
+
+HERE = Path(__file__).parent
+STEPS, LR = 410, 2e-4  # of the plan on real tissue: 652 fields, 16 per step, 10 epochs
+
+
+def stage_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
+    """Per stage of the plan: what is finished, and its reading once it is complete."""
+    for stage in plan["stages"]:
+        cohort = plan["cohorts"][stage["cohort"]]
+        units = [
+            f"{seed}_fold{fold}" if "folds" in cohort["settings"] else str(seed)
+            for seed in stage["seeds"]
+            for fold in range(cohort["settings"].get("folds", 1))
+        ]
+        here = results[(results["cohort"] == stage["cohort"]) & (results["metric"] == cohort["primary"])]
+        done = here[here["arm"].isin(stage["arms"]) & here["seed"].isin(units)]
+        planned = len(stage["arms"]) * len(units)
+        yield f"### {stage['name']}: {stage['cohort']}, {cohort['primary']}, {len(done)} of {planned} runs\n"
+        if len(done) < planned:
+            yield "Not complete, and therefore not read.\n"
+            continue
+        yield from _stage_table(done.assign(value=pd.to_numeric(done["value"])).dropna(), plan["margin"])
+
+
+def _stage_table(done: pd.DataFrame, margin: float) -> Iterator[str]:
+    found = compare_results(done, "na", margin=margin).cohorts
+    yield "| arm | mean | NA | difference | what it shows |\n|---|---|---|---|---|"
+    for one in found:
+        interval = f"{one.test.mean:+.4f} ({one.test.low:+.4f} to {one.test.high:+.4f})"
+        words = "; ".join(filter(None, (one.verdict, one.no_worse)))
+        yield f"| {arm_title(one.arm)} | {one.means[0]:.4f} | {one.means[1]:.4f} | {interval} | {words} |"
+    yield ""
+
+
+def gate_lines(gates: pd.DataFrame, alike: pd.DataFrame) -> Iterator[str]:
+    """What gates did in the last epoch, beside what they could; and whether beta follows homogeneity."""
+    yield "| cohort | arm | runs | reach | mean beta by layer | left the identity | correlation with homogeneity by layer |"
+    yield "|---|---|---|---|---|---|---|"
+    last = gates[gates["epoch"] == gates.groupby(["cohort", "arm"])["epoch"].transform("max")]
+    for (cohort, arm), part in last.groupby(["cohort", "arm"], sort=False):
+        factor = float(arm.partition("gate_lr=")[2] or 1)
+        reach = Reach(STEPS, LR, factor, 1.0, 64).beta
+        means = ", ".join(f"{value:+.2f}" for value in part.groupby("layer")["mean"].mean())
+        rows = alike[(alike["cohort"] == cohort) & (alike["arm"] == arm)]
+        follow = ", ".join(f"{value:+.2f}" for value in rows.groupby("layer")["correlation"].mean())
+        left = 100 * (1 - part["share_identity"].mean())
+        yield f"| {cohort} | {arm_title(arm)} | {part['seed'].nunique()} | ±{reach:.2f} | {means} | {left:.0f} % | {follow} |"
+    yield ""
+
+
+def simulation_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> Iterator[str]:
+    """Per diagram: how much is finished, and the differences of the points that have all their seeds."""
+    done = set(results[KEY].itertuples(index=False, name=None))
+    found = differences(results, plan)
+    for name, diagram in plan["diagrams"].items():
+        points = [point for point in points_of(plan) if point.diagram == name]
+        runs = sum(point.key(arm) in done for point in points for arm in point.arms)
+        planned = sum(len(point.arms) for point in points)
+        yield f"### {name}: {diagram['title']}, {diagram['metric']}, {runs} of {planned} runs\n"
+        here = found[(found["diagram"] == name) & (found["n"] == len(diagram.get("seeds", plan["seeds"])))]
+        if not len(here):
+            yield "No point has all its seeds yet, so nothing is read.\n"
+            continue
+        yield f"| {diagram['x']['dial']} | {diagram['y']['dial']} | arm | NA | difference (95 % interval) | |\n|---|---|---|---|---|---|"
+        for row in here.itertuples():
+            mark = "excludes zero" if row.low > 0 or row.high < 0 else ""
+            interval = f"{row.difference:+.3f} ({row.low:+.3f} to {row.high:+.3f})"
+            yield f"| {row.x} | {row.y} | {arm_title(row.arm)} | {row.reference:.3f} | {interval} | {mark} |"
+        marked = int(((here["low"] > 0) | (here["high"] < 0)).sum())
+        yield f"\n{marked} of {len(here)} intervals exclude zero; {len(here) / 20:.1f} would by chance.\n"
+        if runs == planned and folder is not None:
+            draw_diagram(here, plan, name, folder / f"diagram_{name}")
+        if (HERE / f"diagram_{name}.svg").is_file():
+            yield f"![{diagram['title']}](evidence/diagram_{name}.svg)\n"
+
+
+def simulated_gates(results: pd.DataFrame) -> Iterator[str]:
+    """How far gates went in generated cohorts, all finished runs together."""
+    yield "| arm | runs | least, median, greatest mean beta | coefficients outside the identity |\n|---|---|---|---|"
+    beta = results[results["metric"] == "mean_beta"].assign(value=lambda one: pd.to_numeric(one["value"]))
+    moved = results[results["metric"] == "share_moved"].assign(value=lambda one: pd.to_numeric(one["value"]))
+    for arm, part in beta.groupby("arm", sort=False):
+        share = 100 * moved[moved["arm"] == arm]["value"].mean()
+        low, middle, high = part["value"].quantile([0, 0.5, 1])
+        yield f"| {arm_title(arm)} | {len(part)} | {low:+.2f}, {middle:+.2f}, {high:+.2f} | {share:.0f} % |"
+    yield ""
+
+
+def render(tables: Path = HERE, draw: Path | None = None) -> str:
+    plans = [yaml.safe_load((HERE / "breakhis.yaml").read_text(encoding="utf-8")), read_plan(HERE / "simulation.yaml")]
+    real, gates, alike = (
+        pd.read_csv(tables / f"breakhis{part}.csv", dtype={"seed": str}) for part in ("", "_gates", "_homogeneity")
+    )
+    simulated = read_table(tables / "simulation.csv")
+    needed = math.ceil(2 * (math.atanh(OUTSIDE) / (2 * LR) - 1))
+    small = Reach(135, LR, 1.0, 1.0, 64)
+    parts = (
+        (HERE / "page.txt")
+        .read_text(encoding="utf-8")
+        .format(
+            needed=f"{needed:,}",
+            small=f"{small.beta:.2f}",
+            small_limit=f"{small.limit:.2f}",
+            factor=small.factor,
+            steps=STEPS,
+            reach=f"{Reach(STEPS, LR, 1.0, 1.0, 64).beta:.2f}",
+            reach10=f"{Reach(STEPS, LR, 10.0, 1.0, 64).beta:.2f}",
+            stages="\n".join(stage_lines(plans[0], real)),
+            gates="\n".join(gate_lines(gates, alike)),
+            diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),
+            simulated_gates="\n".join(simulated_gates(simulated)),
+            primary=_primary(plans[0], real),
+            sign=_sign(simulated),
+            follows=_follows(alike),
+        )
+    )
+    return parts
+
+
+def _sign(simulated: pd.DataFrame) -> str:
+    """Where open gates went."""
+    rows = simulated[(simulated["metric"] == "mean_beta") & simulated["arm"].str.contains("gate_lr")]
+    values = pd.to_numeric(rows["value"])
+    if not len(values):
+        return "No run with faster gates is finished."
+    below = int((values < 0).sum())
+    said = f"In {below} of {len(values)} finished runs with faster gates the mean of beta is below zero: there the gates add to what neighbours have in common"
+    return f"{said}, the opposite of removing a redundancy."
+
+
+def _follows(alike: pd.DataFrame) -> str:
+    """Whether beta of a patch depends on how alike its neighbours are."""
+    largest = alike["correlation"].abs().max()
+    runs = alike[["cohort", "arm", "seed"]].drop_duplicates()
+    strength = "hardly follows" if largest < 0.3 else "follows"
+    return (
+        f"Beta {strength} homogeneity on real tissue: the largest correlation of any layer in {len(runs)} finished runs is {largest:.2f} "
+        "in size. Where it is small, gates act per layer and head, and hardly per patch."
+    )
+
+
+def _primary(plan: dict, results: pd.DataFrame) -> str:
+    """The answer of the stage that the plan claims from, or that there is none yet."""
+    first = next(iter(plan["stages"]))
+    cohort = plan["cohorts"][first["cohort"]]
+    here = results[(results["cohort"] == first["cohort"]) & (results["metric"] == cohort["primary"])]
+    here = here[here["arm"].isin(first["arms"]) & here["seed"].isin(map(str, first["seeds"]))]
+    if len(here) < len(first["arms"]) * len(first["seeds"]):
+        return f"On real tissue the answer is still open: {len(here)} of {len(first['arms']) * len(first['seeds'])} runs of the primary contrast are finished."
+    found = compare_results(here, "na", margin=plan["margin"]).cohorts
+    said = "; ".join(f"{arm_title(one.arm)}: {one.verdict}, {one.no_worse}" for one in found)
+    return f"On real tissue (BreaKHis, benign or malignant, AUC against NA): {said}."
+
+
+if __name__ == "__main__":
+    (HERE.parent / "evidence.md").write_text(render(draw=HERE), encoding="utf-8")
