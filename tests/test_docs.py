@@ -1,6 +1,7 @@
 """What the documentation quotes is what the program says."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,36 @@ def test_the_design_names_every_room_at_its_layer():
 
 def test_the_readme_is_short():
     assert len((HERE / "README.md").read_text().splitlines()) <= 150
+
+
+# Commands --------------------------------------------------------------------------------------------------------------
+
+
+def commands_of(page: Path) -> list[str]:
+    """What a page tells a reader to type: lines of its shell blocks, and commands within sentences."""
+    text = page.read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in (*lines, *re.findall(r"`(gated-srp [^`]+)`", text)) if line.startswith("gated-srp ")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.stem)
+def test_commands_and_options_that_a_page_tells_to_type_exist(page):
+    from typer.main import get_command
+
+    from gated_srp.cli import app
+
+    group = get_command(app)
+    own = {option for one in group.params for option in one.opts} | {"--help"}
+    for line in commands_of(page):
+        words = shlex.split(line, comments=True)[1:]
+        while words and words[0] in own:
+            words = words[2:] if words[0] == "--log" else words[1:]
+        if not words or words[0] in ("COMMAND", "..."):
+            continue
+        assert words[0] in group.commands, line
+        if words[0] == "bench":  # a program of its own
+            continue
+        known = {option for one in group.commands[words[0]].params for option in one.opts} | {"--help"}
+        typed = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
+        assert typed <= known, line
