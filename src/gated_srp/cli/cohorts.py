@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.screen import LOG, console, say, say_written, show_progress
+from gated_srp.cli.screen import LOG, console, give, say, say_written, show_progress
 from gated_srp.errors import UserError
 from gated_srp.files import write_json
 
@@ -64,7 +64,7 @@ def schema() -> None:
 
     from gated_srp.config.schema import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    give(json.dumps(json_schema(), indent=1))
 
 
 def demo(

@@ -75,6 +75,11 @@ def say(text: str = "", *, bold: bool = False, err: bool = False) -> None:
     LOG.info("%s", text.strip("\n"))
 
 
+def give(text: str) -> None:
+    """Print what was asked for as data, whatever --quiet says."""
+    _echo(text, err=False)
+
+
 def say_written(paths: Iterable[Path]) -> None:
     for path in paths:
         say(f"written: {path}")
