@@ -43,3 +43,40 @@ def test_a_stage_is_read_when_all_its_runs_are_finished_and_not_before(page):
     partly = "\n".join(page.stage_lines(plan, table[:3]))
     assert "3 of 4 runs" in partly and "not read" in partly and "0.8000" not in partly
     assert page._primary(plan, table[:3]).endswith("3 of 4 runs of the primary contrast are finished.")
+
+
+def test_the_driver_computes_in_the_order_of_the_plan_and_leaves_alone_what_the_table_has(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("evidence_run", DOCS / "evidence" / "run.py")
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    plan = {
+        "repeats": 1,
+        "fields": 1,
+        "settings": {"task": "classification", "target": "label", "train": {"epochs": 1}},
+        "cohorts": {"toy": {"settings": {"train": {"lr": 1e-3}}}, "folded": {"settings": {"folds": 2}}},
+        "stages": [
+            {"cohort": "toy", "seeds": [1, 2], "arms": ["na", "gated_srp@train.gate_lr=10"]},
+            {"cohort": "folded", "seeds": [1], "arms": ["na"]},
+        ],
+    }
+    (tmp_path / "data" / "features").mkdir(parents=True)
+    (tmp_path / "data" / "slides.csv").write_text("slide_id,case_id,label\ns1,p1,a\ns2,p2,b\n")
+    cells = list(run.cells_of(plan, tmp_path / "data", tmp_path / "runs"))
+    keys = [run.key_of(cell) for cell in cells]
+    assert keys == [
+        ("toy", "na", "1"),
+        ("toy", "gated_srp@train.gate_lr=10", "1"),
+        ("toy", "na", "2"),
+        ("toy", "gated_srp@train.gate_lr=10", "2"),
+        ("folded", "na", "1_fold0"),
+        ("folded", "na", "1_fold1"),
+    ]
+    assert (cells[0].config.train.lr, cells[1].config.train.gate_lr, cells[4].config.train.epochs) == (1e-3, 10.0, 1)
+    table = run.Table(tmp_path / "plan.csv")
+    table.add(pd.DataFrame([(*key, "auc", 0.5) for key in keys], columns=[*run.KEY, "metric", "value"]))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    monkeypatch.setattr(run.gated_srp, "train", None)  # would fail
+    given = ["run.py", str(tmp_path / "plan.yaml"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "runs")]
+    monkeypatch.setattr("sys.argv", given)
+    run.main()
+    assert run.Table(tmp_path / "plan.csv").runs == set(keys)
