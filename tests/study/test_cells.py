@@ -4,7 +4,9 @@ import json
 
 import pytest
 from study.study_cells import cells, config, finish
+from training.toy_cohorts import open_config, write_cohort
 
+from gated_srp.config.cohort import open_cohort
 from gated_srp.data.splits import Split, write_split
 from gated_srp.errors import UserError
 from gated_srp.study.cells import (
@@ -17,6 +19,7 @@ from gated_srp.study.cells import (
     refuse_unpaired,
     run_notes,
 )
+from gated_srp.training.train import train
 
 
 def test_a_cell_lives_where_train_writes(tmp_path):
@@ -178,3 +181,14 @@ def test_what_runs_say_beside_their_numbers_reaches_the_study(tmp_path):
     )
     finish(found[3])
     assert run_notes(found[3:]) == ()
+
+
+def test_a_finished_cell_of_other_feature_files_is_no_pair(tmp_path):
+    toy = open_config(write_cohort(tmp_path, slides=10, train={"epochs": 1}), out=str(tmp_path / "runs"))
+    train(toy, arm="na", seed=42)
+    found, data = plan(toy, [Row.of("na"), Row.of("gated_srp")], [42]), {"toy": open_cohort(toy)}
+    refuse_mismatches(found, data)
+    files = sorted((tmp_path / "feats").rglob("*.h5"))
+    files[3].write_bytes(files[4].read_bytes())
+    with pytest.raises(UserError, match=r"na/seed42: the feature file of 's003' has changed since the run was begun"):
+        refuse_mismatches(found, data)

@@ -15,12 +15,14 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.checks.reach import gate_reach, gates_moved
-from gated_srp.config.cohort import CohortConfig, CohortData
+from gated_srp.config.cohort import CohortConfig, CohortData, preparation
 from gated_srp.config.load import with_changes
+from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import arm_settings, find_arm
 from gated_srp.training.folder import RunFolder, settings_of
+from gated_srp.training.inputs import fingerprints, refuse_other_files
 
 QUICK_EPOCHS = 5  # a quick study trains a fifth of the epochs
 QUICK_SEEDS = 3
@@ -161,8 +163,9 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 
 
 def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> None:
-    """Existing run folders must have been made with these settings and the splits that ``data`` (by cohort) now gives."""
+    """Existing run folders must have been made with these settings, and the splits and files that ``data`` (by cohort) now gives."""
     expected: dict[tuple[str, str], str] = {}
+    now: dict[str, pd.DataFrame] = {}  # fingerprints of a cohort's files
     for cell in distinct(cells):
         cell.run.refuse_other_settings(cell.settings)
         at = (cell.cohort, cell.unit)
@@ -178,6 +181,11 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
                 cure="Restore the table, choose another `out`, or remove the folder.",
                 kind="other_split",
             )
+        if cell.cohort in data and not cell.run.features.empty:
+            if cell.cohort not in now:
+                slides = data[cell.cohort].slides(cell.seed, cell.fold)
+                now[cell.cohort] = fingerprints(SlideDataset(slides, preparation(cell.config)))
+            refuse_other_files(cell.run, now[cell.cohort])
 
 
 def refuse_unpaired(cells: Iterable[Cell]) -> None:

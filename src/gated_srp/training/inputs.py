@@ -200,15 +200,29 @@ def refuse_other_inputs(run: RunFolder, inputs: TrainingData, *, deep: bool = Fa
 
 
 def refuse_changed_files(run: RunFolder, bags: SlideDataset, *, deep: bool = False) -> None:
-    """The feature files must be those that the run was begun with, as far as it kept their fingerprints."""
+    """The feature files must be those that the run was begun with."""
     if changed := changed_files(run.features, bags, deep=deep):
         (slide, file), more = changed[0], f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise UserError(
-            f"slide {slide!r} ({file}){more} has changed since the run was begun",
-            where=run.path,
-            cure="Restore the files; or to train on the new ones, choose another `out` or remove the folder.",
-            kind="changed_files",
+        raise _changed(run, f"slide {slide!r} ({file}){more}")
+
+
+def refuse_other_files(run: RunFolder, now: pd.DataFrame) -> None:
+    """The same for a run of a study, finished or not, of which `fingerprints` were taken once for all."""
+    both = run.features.merge(now, on="slide", suffixes=("", "_now"))
+    changed = both[(both["blocks"] != both["blocks_now"]) | (both["bytes"] != both["bytes_now"])]["slide"]
+    if len(changed):
+        raise _changed(
+            run, f"the feature file of {', '.join(map(repr, changed[:5]))}{' ...' if len(changed) > 5 else ''}"
         )
+
+
+def _changed(run: RunFolder, what: str) -> UserError:
+    return UserError(
+        f"{what} has changed since the run was begun",
+        where=run.path,
+        cure="Restore the files; or to train on the new ones, choose another `out` or remove the folder.",
+        kind="changed_files",
+    )
 
 
 def _fingerprint(files: list[Path], *, deep: bool = False) -> tuple[str, str, str, str]:
