@@ -5,7 +5,7 @@ READY := .venv/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 SHELL := bash
 
-.PHONY: venv test quick lint demo bench docs lowest ray torture clean
+.PHONY: venv test quick lint demo bench docs lowest ray torture fuzz clean
 
 venv: $(READY)
 
@@ -32,6 +32,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Thousands of damaged files for every reader of files: CASES=100000 for more. What was found stays in build/fuzz.
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz/fuzz_harness.py --cases $(or $(CASES),20000) --findings build/fuzz
 
 demo: $(READY)
 	$(BIN)/gated-srp demo

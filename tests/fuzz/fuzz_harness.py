@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HANG = 10.0  # seconds of the processor; the watchdog waits longer, for a machine that has other work
 ALLOCATION = 2 * 2**30  # bytes
@@ -71,8 +71,16 @@ def _memory() -> tuple[int, int]:
     return int(found["VmSize"].split()[0]) * 1024, int(found["VmPeak"].split()[0]) * 1024
 
 
-def work(name: str, cases: int, seed: int, home: Path) -> None:
-    """Try so many cases and print one JSON line for each."""
+def work(plan: dict[str, int], seed: int, home: Path) -> None:
+    """Try so many cases of each target and print one JSON line for each."""
+    watch = Watch()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print does not mix with the lines
+    for name, cases in plan.items():
+        _work(name, cases, seed, home / name, out=out, watch=watch)
+
+
+def _work(name: str, cases: int, seed: int, home: Path, *, out: TextIO, watch: Watch) -> None:
     import warnings
 
     import hypothesis
@@ -84,9 +92,7 @@ def work(name: str, cases: int, seed: int, home: Path) -> None:
 
     warnings.simplefilter("ignore")
     sys.setrecursionlimit(1000)
-    target, watch = TARGETS[name], Watch()
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not mix with the lines below
+    target = TARGETS[name]
     seeds = target.all_seeds(home / "seeds", name)
     for number, (main, files) in enumerate(seeds):  # libraries are imported, and good files are good
         unpacked(files, home / "good" / str(number))
@@ -95,7 +101,7 @@ def work(name: str, cases: int, seed: int, home: Path) -> None:
         except UserError as error:
             if not (CORPUS / name / main).exists():
                 raise RuntimeError(f"{name}: no good file to begin from") from error
-    print(json.dumps({"kind": "ready"}), file=out, flush=True)
+    print(json.dumps({"kind": "ready", "target": name}), file=out, flush=True)
     watch.home = str(home)
 
     def one(main: str, files: Files) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def work(name: str, cases: int, seed: int, home: Path) -> None:
         if found["kind"] in BAD:
             case.rename(kept := home / f"kept{time.monotonic_ns()}")
             found["kept"] = str(kept)
-        return found | {"seconds": took}
+        return found | {"seconds": took, "target": name}
 
     @hypothesis.seed(seed)
     @settings(
@@ -138,7 +144,8 @@ def work(name: str, cases: int, seed: int, home: Path) -> None:
 
 
 def _has_cure(error: Any) -> bool:
-    return bool(error.cure) or len(str(error).split(". ")) > 1 or "\n" in str(error)
+    """Or says what was expected, which is as good."""
+    return bool(error.cure) or any(words in str(error) for words in (". ", "\n", "should be", "expected"))
 
 
 # Watchdog ------------------------------------------------------------------------------------------------------------
@@ -147,57 +154,60 @@ def _has_cure(error: Any) -> bool:
 def fuzz(
     cases: int, findings: Path | None = None, *, only: list[str] | None = None, seed: int = 0
 ) -> dict[str, Counter]:
-    """Outcomes by target, in shares of about so many cases."""
+    """Outcomes by target, in shares of about so many cases. Few cases share one worker, since its imports take seconds."""
     from fuzz_targets import TARGETS
 
     names = only or list(TARGETS)
     total = sum(TARGETS[name].share for name in names)
-    counts: dict[str, Counter] = {}
-    for name in names:
-        counts[name] = Counter()
-        todo = max(4, round(cases * TARGETS[name].share / total))
-        chunk = seed
-        while todo > 0:
-            done = _chunk(name, min(todo, _CHUNK), chunk, counts[name], findings)
-            todo, chunk = todo - done, chunk + 1
-        print(f"{name:16} {dict(counts[name])}", flush=True)
+    todo = {name: max(4, round(cases * TARGETS[name].share / total)) for name in names}
+    counts: dict[str, Counter] = {name: Counter() for name in names}
+    while todo := {name: n for name, n in todo.items() if n > 0}:
+        first = next(iter(todo))
+        plan = todo if sum(todo.values()) <= _CHUNK else {first: min(todo[first], _CHUNK)}
+        for name, done in _life(dict(plan), seed, counts, findings).items():
+            todo[name] -= done
+            if todo[name] <= 0:
+                print(f"{name:16} {dict(counts[name])}", flush=True)
+        seed += 1
     return counts
 
 
-def _chunk(name: str, cases: int, seed: int, counts: Counter, findings: Path | None) -> int:
-    """A worker's life; a case that hangs or crashes ends it and is counted."""
-    command = [sys.executable, str(_HERE / "fuzz_harness.py"), "--work", name, str(cases), str(seed)]
-    done = 0
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+") as errors:
+def _life(plan: dict[str, int], seed: int, counts: dict[str, Counter], findings: Path | None) -> Counter:
+    """A worker's life, and how many cases of each target it tried; a case that hangs or crashes ends it and is counted."""
+    command = [sys.executable, str(_HERE / "fuzz_harness.py"), "--work", json.dumps(plan), str(seed)]
+    done: Counter = Counter()
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+", errors="replace") as errors:
         Path(folder, "tmp").mkdir()
         places = os.environ | {"TMPDIR": f"{folder}/tmp"}  # what a report draws before it is inlined
         worker = subprocess.Popen([*command, folder], stdout=subprocess.PIPE, stderr=errors, env=places)
+        name, ended = next(iter(plan)), "hang"
         try:
             for line in _lines(worker):
-                if line["kind"] == "ready":
-                    continue
-                done += 1
-                counts[line["kind"]] += 1
-                counts["slowest"] = max(counts["slowest"], round(line["seconds"], 1))
-                if line["kind"] in BAD:
-                    _keep(findings, name, line, Path(line["kept"]), seed, done)
+                name = line["target"]
+                if line["kind"] != "ready":
+                    done[name] += 1
+                    counts[name][line["kind"]] += 1
+                    counts[name]["slowest"] = max(counts[name]["slowest"], round(line["seconds"], 1))
+                    if line["kind"] in BAD:
+                        _keep(findings, name, line, Path(line["kept"]), f"{seed}-{done[name]}")
+            ended = "" if worker.returncode == 0 else "crash"
         except TimeoutError:
-            done += 1
-            counts["hang"] += 1
-            _keep(findings, name, {"kind": "hang", "what": ""}, Path(folder) / "case", seed, done)
+            pass
         finally:
             worker.kill()
             worker.wait()
-        if worker.returncode not in (0, -9):
+            worker.stdout.close()
+        if ended:
             errors.seek(0)
-            said = errors.read()[-3000:]
-            if not done and worker.returncode > 0:
-                raise RuntimeError(f"{name}: {said}")
-            done += 1
-            counts["crash"] += 1
-            what = {"kind": "crash", "what": f"exit {worker.returncode}\n{said}"}
-            _keep(findings, name, what, Path(folder) / "case", seed, done)
-    return max(done, cases if worker.returncode == 0 else 1)
+            said = errors.read()
+            if ended == "crash" and worker.returncode > 0:  # an exception of the harness itself
+                raise RuntimeError(f"{name}: {said[:3000]} ... {said[-1000:]}")
+            done[name] += 1
+            counts[name][ended] += 1
+            what = {"kind": ended, "what": f"exit {worker.returncode}\n{said[-3000:]}"}
+            _keep(findings, name, what, Path(folder) / name / "case", f"{seed}-{done[name]}")
+            return done
+    return Counter(plan)  # hypothesis may find that there are no more cases
 
 
 def _lines(worker: subprocess.Popen) -> Any:
@@ -217,9 +227,9 @@ def _lines(worker: subprocess.Popen) -> Any:
         patience = 6 * HANG
 
 
-def _keep(findings: Path | None, name: str, line: dict[str, Any], case: Path, seed: int, number: int) -> None:
+def _keep(findings: Path | None, name: str, line: dict[str, Any], case: Path, number: str) -> None:
     if findings is not None:
-        home = findings / line["kind"] / f"{name}-{seed}-{number}"
+        home = findings / line["kind"] / f"{name}-{number}"
         shutil.rmtree(home, ignore_errors=True)
         if case.exists():
             shutil.copytree(case, home)
@@ -233,12 +243,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--findings", type=Path)
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path[:0] = [str(_HERE.parent), str(_HERE)]
     if options.work:
-        name, cases, seed, home = options.work
-        work(name, int(cases), int(seed), Path(home))
+        plan, seed, home = options.work
+        work(json.loads(plan), int(seed), Path(home))
         return
     started = time.monotonic()
     counts = fuzz(options.cases, options.findings, only=options.only, seed=options.seed)

@@ -344,7 +344,7 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _read_checkpoint(path: Path) -> None:
-    from gated_srp.models.store import load_published
+    from gated_srp.models.published import load_published
 
     load_published(path)
 

@@ -123,3 +123,10 @@ def test_a_card_cannot_ask_for_a_model_that_its_weights_are_not(tmp_path, change
     save_model(model, path)
     with pytest.raises(UserError, match=r"m\.safetensors"):
         load_model(path)
+
+
+@pytest.mark.parametrize("arm", ["abmil", "transmil", "na"])
+def test_a_small_model_that_keeps_the_defaults_of_parts_it_lacks_is_read(tmp_path, arm):
+    model, path = build_model(arm, in_dim=4, num_outputs=2, dim=12, num_heads=3, depth=1), tmp_path / "m.safetensors"
+    save_model(model, path)
+    assert load_model(path).state_dict().keys() == model.state_dict().keys()

@@ -165,7 +165,11 @@ def _explained(error: ValidationError, settings: Settings) -> UserError:
     found = []
     for item in error.errors(include_url=False):
         keys = tuple(str(key) for key in item["loc"])
-        said = item["msg"].removeprefix("Value error, ")
+        said = (
+            item["msg"]
+            .removeprefix("Value error, ")
+            .replace("is not a valid path for <class 'pathlib.Path'>", "should be a path")
+        )
         if item["type"] == "extra_forbidden":
             found.append(str(settings.error(keys, f"{'.'.join(keys)}: no such setting", _nearest(keys))))
             continue

@@ -90,11 +90,12 @@ def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | No
     bag = replace(bag, features=features)  # those of the file may be twice as large: let them go
     try:
         graph, notes = _graph(bag, rows, settings)
+        graph = graph.with_features(features)
     except UserError as error:
         raise error.changed(where=f"{bag.path}: {error.where}" if error.where else str(bag.path)) from None
     return PreparedBag(
         features=features,
-        graph=graph.with_features(features),
+        graph=graph,
         coords=bag.coords if rows is None else bag.coords[rows],  # (L, 2)
         num_patches=len(bag.coords),
         warnings=(*bag.warnings, *notes),

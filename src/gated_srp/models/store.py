@@ -91,5 +91,6 @@ def _check_sizes(settings: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """No size may be larger than what is stored: a card must not ask for memory."""
     largest = max((tensor.numel() for tensor in weights.values()), default=0)
     for name, value in settings.items():
-        if name in _SIZES and not (isinstance(value, int) and 0 <= value <= max(largest, 64)):
+        usual = 64 if name == "depth" else 1024  # a model without such a part keeps the default
+        if name in _SIZES and not (isinstance(value, int) and 0 <= value <= max(largest, usual)):
             raise ValueError(f"{name} is {value!r:.60}, but its largest tensor has {largest} numbers")
