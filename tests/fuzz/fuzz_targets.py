@@ -263,7 +263,8 @@ _FINISHED = ("classification/runs/toy/gated_srp", "multilabel/runs/toy/na", "sur
 
 
 def _read_run(path: Path) -> None:
-    from gated_srp.training.folder import RunFolder, load_checkpoint
+    from gated_srp.training.folder import RunFolder
+    from gated_srp.training.state import load_checkpoint
     from gated_srp.training.trained import TrainedRun
 
     home = path / "seed42"
