@@ -73,7 +73,9 @@ def test_the_driver_computes_in_the_order_of_the_plan_and_leaves_alone_what_the_
     ]
     assert (cells[0].config.train.lr, cells[1].config.train.gate_lr, cells[4].config.train.epochs) == (1e-3, 10.0, 1)
     table = run.Table(tmp_path / "plan.csv")
-    table.add(pd.DataFrame([(*key, "auc", 0.5) for key in keys], columns=[*run.KEY, "metric", "value"]))
+    for key in (*keys, keys[0]):  # the first twice, as after an interruption
+        table.add(pd.DataFrame([(*key, "auc", 0.5)], columns=[*run.KEY, "metric", "value"]))
+    assert len(table.frame) == len(keys)
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     monkeypatch.setattr(run.gated_srp, "train", None)  # would fail
     given = ["run.py", str(tmp_path / "plan.yaml"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "runs")]

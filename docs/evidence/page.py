@@ -16,7 +16,7 @@ from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read
 from gated_srp.study.results import compare_results
 
 HERE = Path(__file__).parent
-STEPS, LR = 410, 2e-4  # of the plan on real tissue: 652 fields, 16 per step, 10 epochs
+STEPS, LR = 400, 2e-4  # of the plan on real tissue, about: 600 to 650 fields train, 16 per step, 10 epochs
 
 
 def stage_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:

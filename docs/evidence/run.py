@@ -39,7 +39,12 @@ class Table:
         return set(self.frame[KEY].itertuples(index=False, name=None)) if len(self.frame) else set()
 
     def add(self, rows: pd.DataFrame) -> None:
-        self.frame = pd.concat([self.frame, rows], ignore_index=True)
+        """The rows of one run, in place of those that an interrupted driver may have left."""
+        if len(self.frame):
+            run = rows[KEY].iloc[0] if len(rows) else None
+            kept = self.frame if run is None else self.frame[~(self.frame[KEY] == run).all(axis=1)]
+            rows = pd.concat([kept, rows], ignore_index=True)
+        self.frame = rows
         self.write()
 
     def write(self) -> None:
@@ -121,22 +126,23 @@ def main() -> None:
         Table(tables / f"{name}{part}.csv") for part in ("", "_gates", "_homogeneity", "_bootstrap")
     )
     cells = list(cells_of(content, given.data, given.out))
-    turn = (given.out / "turn.lock").open("w")  # of several plans below one folder one run is computed at a time
-    for cell in cells:
-        if key_of(cell) in results.runs:
-            continue
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        print(cell, flush=True)
-        gated_srp.train(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold)
-        if find_arm(cell.arm).gated:
-            gates.add(labelled(cell, cell.run.gates))
-            alike.add(labelled(cell, homogeneity(cell, given.data, content["fields"])))
-        patients.frame = bootstrap(cells, content["repeats"], patients.frame)
-        if len(patients.frame):
-            patients.write()
-        rows = pd.DataFrame(cell.metrics().items(), columns=["metric", "value"])
-        results.add(labelled(cell, rows))  # last: it says that the run is done
-        fcntl.flock(turn, fcntl.LOCK_UN)
+    # Of several plans below one folder one run is computed at a time.
+    with (given.out / "turn.lock").open("w") as turn:
+        for cell in cells:
+            if key_of(cell) in results.runs:
+                continue
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            print(cell, flush=True)
+            gated_srp.train(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold)
+            if find_arm(cell.arm).gated:
+                gates.add(labelled(cell, cell.run.gates))
+                alike.add(labelled(cell, homogeneity(cell, given.data, content["fields"])))
+            patients.frame = bootstrap(cells, content["repeats"], patients.frame)
+            if len(patients.frame):
+                patients.write()
+            rows = pd.DataFrame(cell.metrics().items(), columns=["metric", "value"])
+            results.add(labelled(cell, rows))  # last: it says that the run is done
+            fcntl.flock(turn, fcntl.LOCK_UN)
 
 
 if __name__ == "__main__":
