@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from gated_srp.checks.reach import OUTSIDE, Reach
+from gated_srp.config.reach import OUTSIDE, Reach
 from gated_srp.models import arm_title
 from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read_plan, read_table
 from gated_srp.study.results import compare_results

@@ -240,7 +240,7 @@ def outcome(home: Path) -> Iterator[str]:
     """What was planted and what was found, for somebody who has read nothing else."""
     import pandas as pd
 
-    from gated_srp.checks.reach import gates_moved
+    from gated_srp.config.reach import gates_moved
     from gated_srp.models import METHOD
     from gated_srp.training.folder import RunFolder
 

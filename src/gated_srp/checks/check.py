@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.checks import findings as found_by
-from gated_srp.checks.reach import gate_reach
 from gated_srp.checks.survey import FileFacts, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
+from gated_srp.config.reach import gate_reach
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.files.stride import unnamed_source
 from gated_srp.data.prepared import Preparation

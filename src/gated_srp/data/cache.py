@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import zlib
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gated_srp.data.files.siblings import position_files
-from gated_srp.data.prepared import Preparation, PreparedBag, prepare
+from gated_srp.data.prepared import Preparation, PreparedBag, identify, prepare
 from gated_srp.errors import Note, UserError
 from gated_srp.files import remove_drafts, whole
 from gated_srp.srp.graph import PatchGraph
@@ -80,25 +78,6 @@ class BagCache:
         except OSError:
             return False
         return True
-
-
-def files_of(path: Path, coords: Path | None = None) -> list[Path]:
-    """A feature file and the files that may hold its positions."""
-    return [path, *position_files(path, coords), path.parent / "bags_config.json"]
-
-
-def identify(path: Path, coords: Path | None = None) -> str:
-    """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
-    files = files_of(path, coords)
-    with suppress(OSError):  # a missing file is reported by the reader
-        if path.is_dir():
-            files += sorted(path.rglob("*"))
-    stamps = []
-    for file in files:
-        with suppress(OSError):
-            info = file.stat()
-            stamps.append((str(file), info.st_size, info.st_mtime_ns))
-    return json.dumps(stamps)
 
 
 def _store(entry: Path, bag: PreparedBag, identity: str) -> None:

@@ -3,6 +3,8 @@
 Shapes: N patches of the file, L patches kept, C channels.
 """
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from gated_srp.data.bag import Bag, BagHeader, Unit
 from gated_srp.data.files.formats import read_bag, read_header
+from gated_srp.data.files.siblings import position_files
 from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
 
@@ -162,3 +165,25 @@ def capped_graphs(coords: Tensor, rows: Tensor, stride: float, settings: Prepara
 
 def _build(coords: Tensor, stride: float, settings: Preparation) -> PatchGraph:
     return PatchGraph.from_coords(coords, stride=stride, window=settings.window, lattice=settings.lattice)
+
+
+# Which files a bag comes from -----------------------------------------------------------------------------------------
+
+
+def files_of(path: Path, coords: Path | None = None) -> list[Path]:
+    """A feature file and the files that may hold its positions."""
+    return [path, *position_files(path, coords), path.parent / "bags_config.json"]
+
+
+def identify(path: Path, coords: Path | None = None) -> str:
+    """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
+    files = files_of(path, coords)
+    with suppress(OSError):  # a missing file is reported by the reader
+        if path.is_dir():
+            files += sorted(path.rglob("*"))
+    stamps = []
+    for file in files:
+        with suppress(OSError):
+            info = file.stat()
+            stamps.append((str(file), info.st_size, info.st_mtime_ns))
+    return json.dumps(stamps)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from gated_srp.checks.reach import gate_reach, gates_moved
 from gated_srp.config.cohort import CohortConfig, CohortData, preparation
 from gated_srp.config.load import with_changes
+from gated_srp.config.reach import gate_reach, gates_moved
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError, counted

@@ -16,7 +16,6 @@ import numpy as np
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.tasks import metrics as scores
 from gated_srp.tasks import task as base
-from gated_srp.tasks.events import read_follow_up, two_times
 from gated_srp.tasks.metrics import FollowUp
 from gated_srp.tasks.task import (
     Cells,
@@ -93,12 +92,16 @@ class Survival(Task):
 
     @classmethod
     def seen_in(cls, header: Header) -> bool:
+        from gated_srp.tasks.events import two_times  # not above: other tasks do without
+
         status = header.usual(cls.usual["event"] + cls.usual["censorship"])
         return bool(status and (header.usual(cls.usual["time"]) or two_times(header)))
 
     @classmethod
     def find_columns(cls, named: Mapping[str, Any], header: Header) -> dict[str, Any]:
         """A time, and one of event and censorship."""
+        from gated_srp.tasks.events import two_times  # not above: other tasks do without
+
         both, seen = two_times(header), header.usual(cls.usual["time"])
         if both and named.get("time") == both[0]:
             what = f"`time: {both[0]}` leaves out everyone without the event"
@@ -120,6 +123,8 @@ class Survival(Task):
     @classmethod
     def read(cls, frame: pd.DataFrame, columns: Any, *, classes: Sequence[str] | None, where: Path) -> Labels:
         """``time``, and ``event``: 1 where it was seen, 0 where the case is censored."""
+        from gated_srp.tasks.events import read_follow_up  # not above: other tasks do without
+
         return read_follow_up(frame, columns, where)
 
     @classmethod

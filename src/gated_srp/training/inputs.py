@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, slide_dataset
-from gated_srp.data.cache import files_of, identify
 from gated_srp.data.loader import SlideDataset
-from gated_srp.data.prepared import Preparation, open_header
+from gated_srp.data.prepared import Preparation, files_of, identify, open_header
 from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import full_hash, sampled_hash

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from gated_srp.checks.reach import gate_reach, gates_moved
 from gated_srp.config.cohort import CohortConfig, open_cohort
 from gated_srp.config.load import with_changes
+from gated_srp.config.reach import gate_reach, gates_moved
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header

@@ -9,7 +9,7 @@ from study.study_cells import config
 from training.toy_cohorts import write_cohort
 
 import gated_srp
-from gated_srp.checks.reach import Reach, gate_reach, gates_moved
+from gated_srp.config.reach import Reach, gate_reach, gates_moved
 from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.training.optim import learning_rate, make_optimiser
 
