@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class NamedOutputs(Task):
     """A probability per output, ``prob_<name>`` as the model gives it, and ``calibrated_<name>`` where a temperature was fitted.
-
-    Nothing is learnt from the training rows.
-    """
+    Nothing is learnt from the training rows."""
 
     classes: tuple[str, ...]
 
@@ -99,9 +97,7 @@ class NamedOutputs(Task):
 @dataclass(frozen=True)
 class Classification(NamedOutputs):
     """Unweighted cross entropy over ``classes``; macro F1 selects unless another metric is named (PANDA: the kappa).
-
-    Columns: ``label`` (truth, a class name), ``predicted`` (a class name), ``prob_<class>``.
-    """
+    Columns: ``label`` (truth, a class name), ``predicted`` (a class name), ``prob_<class>``."""
 
     select: str = "macro_f1"
 
@@ -223,7 +219,6 @@ class Classification(NamedOutputs):
 
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
         """Macro F1 counts an absent class as 0; macro AUC is one-vs-rest and undefined when a class is absent.
-
         Balanced accuracy is the mean recall of the classes present. Brier sums over classes (0 best, 2 worst). Where there are
         calibrated probabilities, they have a calibration error and a Brier score of their own; all else is of the raw ones.
         """
@@ -231,9 +226,8 @@ class Classification(NamedOutputs):
         probability = predictions[self._probabilities].to_numpy(np.float64)  # (B, C)
         if not len(target):
             return dict.fromkeys((*self.selects, "calibration_error", "brier"), math.nan)
-        more = {}
-        if set(self._calibrated) <= set(predictions):
-            more = scores.calibration(predictions[self._calibrated].to_numpy(np.float64), target)
+        there = set(self._calibrated) <= set(predictions)
+        more = scores.calibration(predictions[self._calibrated].to_numpy(np.float64), target) if there else {}
         return scores.of_classes(probability, target) | {f"calibrated_{name}": value for name, value in more.items()}
 
     def remarks(self, predictions: pd.DataFrame) -> dict[str, str]:
@@ -245,8 +239,8 @@ class Classification(NamedOutputs):
 
     @classmethod
     def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
-        found = [row.get(f"prob_{row['label']}", math.nan) for row in predictions.to_dict("records")]
-        return "Probability of the true class", found
+        rows = predictions.to_dict("records")
+        return "Probability of the true class", [row.get(f"prob_{row['label']}", math.nan) for row in rows]
 
     @classmethod
     def member_numbers(cls, tasks: Sequence[Task], logits: Sequence[Tensor]) -> list[Columns]:
@@ -268,8 +262,7 @@ class Classification(NamedOutputs):
         frame = frame.assign(label=[classes[number] for number in frame["label"]])
         if strange := sorted(set(frame["label"]) - set(self.classes)):
             said = f"class {', '.join(strange)} in the table, but the model knows {', '.join(self.classes)}"
-            cure = "Rename them in the table, or list the classes to keep in `classes`."
-            raise UserError(said, where=where, cure=cure)
+            raise UserError(said, where=where, cure="Rename them, or list the classes to keep in `classes`.")
         absent = [name for name in self.classes if name not in set(frame["label"])]
         said = f"no slide of class {', '.join(absent)} here: macro F1 counts it as 0, and macro AUC is not defined"
         return frame, (Note("note", "absent_class", said),) if absent else ()
@@ -289,9 +282,7 @@ class Classification(NamedOutputs):
 @dataclass(frozen=True)
 class Multilabel(NamedOutputs):
     """Binary cross entropy over the labels; macro mAP selects.
-
-    Columns: one of 0 and 1 for each label (truth, under its own name), ``prob_<label>``.
-    """
+    Columns: one of 0 and 1 for each label (truth, under its own name), ``prob_<label>``."""
 
     name: ClassVar[str] = "multilabel"
     subject: ClassVar[str] = "several labels"
@@ -380,10 +371,8 @@ class Multilabel(NamedOutputs):
         return dict(zip(self._probabilities, probability.T, strict=True))
 
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
-        """F1 (macro over all labels, an absent one counts 0) and accuracy at logit 0.
-
-        mAP averages the labels that have a positive, AUC those that have both; undefined when there are none.
-        """
+        """F1 (macro over all labels, an absent one counts 0) and accuracy at logit 0. mAP averages the labels that have a positive,
+        AUC those that have both; undefined when there are none."""
         truth = self.encode(predictions).numpy() > 0  # (B, C)
         probability = predictions[self._probabilities].to_numpy(np.float64)
         if not len(truth):
@@ -398,7 +387,6 @@ class Multilabel(NamedOutputs):
         return "Mean probability of the labels", predictions.filter(regex="^prob_").mean(axis=1).tolist()
 
     def summary(self, predictions: pd.DataFrame) -> list[str]:
-        """Slides per label that are more likely to have it than not."""
         counts = [f"{name} {(predictions[f'prob_{name}'] >= 0.5).sum()}" for name in self.classes]
         return [f"more likely than not: {', '.join(counts)}"]
 
