@@ -46,8 +46,8 @@ _WRITES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.syml
 class Watch:
     """What the present case made Python do, by audit events; armed only while a reader runs."""
 
-    def __init__(self) -> None:
-        self.armed, self.seen, self.home = False, [], ""
+    def __init__(self, home: str) -> None:
+        self.armed, self.seen, self.home = False, [], home
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
@@ -73,7 +73,7 @@ def _memory() -> tuple[int, int]:
 
 def work(plan: dict[str, int], seed: int, home: Path) -> None:
     """Try so many cases of each target and print one JSON line for each."""
-    watch = Watch()
+    watch = Watch(str(home))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print does not mix with the lines
     for name, cases in plan.items():
@@ -102,7 +102,6 @@ def _work(name: str, cases: int, seed: int, home: Path, *, out: TextIO, watch: W
             if not (CORPUS / name / main).exists():
                 raise RuntimeError(f"{name}: no good file to begin from") from error
     print(json.dumps({"kind": "ready", "target": name}), file=out, flush=True)
-    watch.home = str(home)
 
     def one(main: str, files: Files) -> dict[str, Any]:
         case = home / "case"

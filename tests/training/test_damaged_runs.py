@@ -1,5 +1,6 @@
 """Damaged folders of runs and cards of models: what cannot be read is named, with what is wrong in it; nothing ends in a traceback."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -130,3 +131,9 @@ def test_a_small_model_that_keeps_the_defaults_of_parts_it_lacks_is_read(tmp_pat
     model, path = build_model(arm, in_dim=4, num_outputs=2, dim=12, num_heads=3, depth=1), tmp_path / "m.safetensors"
     save_model(model, path)
     assert load_model(path).state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_run_whose_metrics_lack_entries_is_shown_in_a_notebook(damaged):
+    content = {"test": {"slide": {"macro_f1": 0.5}}, "score": "slide"}
+    (damaged.path / "metrics.json").write_text(json.dumps(content))
+    assert "?, seed ?" in damaged._repr_html_()

@@ -176,7 +176,8 @@ class RunFolder:
             return f"<p><b>{self.path}</b>: {'not finished' if self.begun else 'not begun'}</p>"
         found = self.results
         scores = pd.DataFrame({part: self.metrics(part) for part in ("val", "test")})
-        about = f"{found['arm']}, seed {found['seed']}, best epoch {found['best_epoch']}, scored by {found['score']}"
+        arm, seed, epoch, score = (found.get(name, "?") for name in ("arm", "seed", "best_epoch", "score"))
+        about = f"{arm}, seed {seed}, best epoch {epoch}, scored by {score}"
         return f"<p><b>{self.path}</b>: {about}</p>{scores.to_html()}"
 
     # Writing ---------------------------------------------------------------------------------------------------------
