@@ -161,7 +161,9 @@ def _serve(requests: int, replies: int) -> NoReturn:
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)  # the threads of the parent's pool are not here
         _helper.inside = os.getpid()
-        while select.select([requests], [], [], _IDLE)[0]:
+        patience = None  # a new helper waits for its first file, however slow the machine
+        while select.select([requests], [], [], patience)[0]:
+            patience = _IDLE
             look, path, seconds = _received(requests)
             answer = pickle.dumps(_bounded_answer(look, Path(path), seconds))
             os.write(replies, _LENGTH.pack(len(answer)) + answer)
