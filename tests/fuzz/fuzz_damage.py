@@ -140,6 +140,8 @@ def _zip(draw: Draw, data: bytes) -> bytes:
         with zipfile.ZipFile(io.BytesIO(data)) as old:
             content = {entry.filename: old.read(entry) for entry in old.infolist()}
     except Exception:  # damaged before
+        content = {}
+    if not content:
         return _bytes(draw, data)
     chosen = draw(st.sampled_from(sorted(content)))
     content[chosen] = _hurt(draw, chosen, content[chosen])
