@@ -280,20 +280,20 @@ CLOSE = frame(rows("A", "na", [0.700, 0.700, 0.700]), rows("A", "x", [0.698, 0.7
 def test_no_worse_is_the_end_of_the_corrected_interval_against_the_margin():
     (cell,) = compare(CLOSE, "na", ratio=0.25).cohorts
     assert (round(cell.test.low, 6), round(cell.test.high, 6)) == (-0.008859, 0.010859)
-    assert cell.no_worse == "no worse by 0.01"
+    assert cell.no_worse == "no worse by more than 0.01"
     # (0.001 + 0.01) / 0.0022913 = 4.8008; one-sided with two degrees of freedom
     assert cell.p_no_worse == pytest.approx(0.02038, abs=1e-5)
     (strict,) = compare(CLOSE, "na", ratio=0.25, margin=0.005).cohorts
-    assert strict.no_worse == "not shown to be no worse by 0.005"
+    assert strict.no_worse == "not shown to be no worse by more than 0.005"
     assert strict.verdict == cell.verdict and "not distinguishable from zero" in cell.verdict
 
 
 def test_no_worse_looks_at_the_other_end_where_less_is_better():
     table = CLOSE.assign(metric="brier")
     (cell,) = compare(table, "na", ratio=0.25).cohorts
-    assert cell.no_worse == "not shown to be no worse by 0.01"  # its upper end is 0.010859
+    assert cell.no_worse == "not shown to be no worse by more than 0.01"  # its upper end is 0.010859
     (wide,) = compare(table, "na", ratio=0.25, margin=0.011).cohorts
-    assert wide.no_worse == "no worse by 0.011"
+    assert wide.no_worse == "no worse by more than 0.011"
     t = (0.011 - 0.001) / (0.003 * math.sqrt(1 / 3 + 1 / 4))  # with two degrees of freedom the tail has a closed form
     assert wide.p_no_worse == pytest.approx((1 - t / math.sqrt(t * t + 2)) / 2, rel=1e-6)
 
@@ -308,8 +308,8 @@ def test_no_worse_is_corrected_by_holm_and_needs_an_interval():
         rows("A", "bad", [0.600, 0.604, 0.602]),
     )
     found = {cell.arm: cell for cell in compare(table, "na", ratio=0.25).cohorts}
-    assert found["x"].no_worse == "no worse by 0.01 by itself, but not after Holm's correction"
-    assert found["same"].no_worse == "no worse by 0.01" and found["shifted"].no_worse == ""
+    assert found["x"].no_worse == "no worse by more than 0.01 by itself, but not after Holm's correction"
+    assert found["same"].no_worse == "no worse by more than 0.01" and found["shifted"].no_worse == ""
     assert found["bad"].no_worse == "worse by more than 0.01"
     assert compare(frame(rows("A", "na", [0.7]), rows("A", "x", [0.7])), "na").cohorts[0].no_worse == ""
 
@@ -320,8 +320,8 @@ def test_the_margin_is_an_option_and_stands_in_words_and_numbers(tmp_path):
     out = CliRunner().invoke(
         app, [str(path), "--ratio", "0.25", "--margin", "0.02", "--json", str(tmp_path / "s.json")]
     )
-    assert out.exit_code == 0 and "no worse by 0.02" in out.stdout
+    assert out.exit_code == 0 and "no worse by more than 0.02" in out.stdout
     (row,) = json.loads((tmp_path / "s.json").read_text())["cohorts"]
-    assert (row["margin"], row["no_worse"]) == (0.02, "no worse by 0.02") and row["p_no_worse"] < 0.025
+    assert (row["margin"], row["no_worse"]) == (0.02, "no worse by more than 0.02") and row["p_no_worse"] < 0.025
     with pytest.raises(UserError, match="margin"):
         stats(path, margin=0)

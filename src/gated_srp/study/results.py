@@ -294,9 +294,9 @@ def _not_worse(cells: list[Difference], lower_is_better: Collection[str], margin
             if p >= 1 - LEVEL / 2:
                 words = f"worse by more than {margin:g}"
             elif end <= -margin:
-                words = f"not shown to be no worse by {margin:g}"
+                words = f"not shown to be no worse by more than {margin:g}"
             else:
-                words = f"no worse by {margin:g}" + (
+                words = f"no worse by more than {margin:g}" + (
                     "" if after < LEVEL / 2 else " by itself, but not after Holm's correction"
                 )
         yield replace(cell, margin=margin, p_no_worse=p, no_worse=words)
