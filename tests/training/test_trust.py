@@ -153,7 +153,10 @@ def test_no_mutated_state_loads_with_other_values(own, tmp_path):
 
 def flat(found) -> str:
     torch.set_printoptions(profile="full", precision=10)
-    return repr(found)
+    try:
+        return repr(found)
+    finally:
+        torch.set_printoptions(profile="default")  # doctests print tensors too
 
 
 def test_no_mutated_metrics_are_read_as_other_numbers(finished, tmp_path):
