@@ -31,7 +31,7 @@ def test_every_arm_says_what_it_does_on_the_page_and_on_the_screen():
             and f"\n{name} " in f"\n{said}"
             and arm.about in said
         )
-    assert "one patch could show" in page and "not for survival or multilabel" in said
+    assert "a survival time is none" in page and "not for survival or multilabel" in said
 
 
 def test_the_schema_is_printed_as_json():

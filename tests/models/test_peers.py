@@ -17,6 +17,7 @@ from gated_srp.models.peers import (
     DSMIL,
     LinearProbe,
     MeanPool,
+    PublishedDSMIL,
     TransMIL,
     counter_draws,
     smooth_svm,
@@ -24,7 +25,7 @@ from gated_srp.models.peers import (
 )
 from gated_srp.models.slide import initialise
 
-PEERS = ["local_attention", "mean_pool", "abmil", "srp_abmil", "dsmil", "clam_sb", "transmil", "linear_probe"]
+PEERS = ["local_attention", *(name for name, arm in ARMS.items() if arm.trunk == "peer")]
 SMALL = {"in_dim": 10, "num_outputs": 3, "dim": 24, "num_heads": 4, "num_landmarks": 8, "hidden_dim": 8}
 
 
@@ -106,9 +107,33 @@ def test_untrained_srp_leaves_abmil_bit_equal():
 def test_dsmil_averages_the_critical_instance_and_the_attention_to_it():
     features, graph, _ = bag()
     model = awake(DSMIL(10, 3, dim=5, query_dim=4))
-    scores = [model.instance_head.weight @ x + model.instance_head.bias for x in features[0]]
     queries = [model.query.weight @ x + model.query.bias for x in features[0]]
     values = [model.value.weight @ x + model.value.bias for x in features[0]]
+    check_streams(model, features, graph, features[0], queries, values)
+
+
+def test_dsmil_at_the_authors_sizes_asks_with_two_layers_about_hidden_features():
+    features, graph, _ = bag()
+    model = awake(PublishedDSMIL(10, 3, dim=5, query_dim=4))
+    hidden = [F.relu(model.in_proj.weight @ x + model.in_proj.bias) for x in features[0]]
+    first, _, second, _ = model.query
+    queries = [torch.tanh(second.weight @ F.relu(first.weight @ h + first.bias) + second.bias) for h in hidden]
+    check_streams(model, features, graph, hidden, queries, hidden)
+    kernel = model.head.weight.view(3, 3, 5)  # of a convolution that is as wide as the features: it has one place
+    maps = torch.randn(1, 3, 5, dtype=torch.float64)
+    torch.testing.assert_close(F.conv1d(maps, kernel, model.head.bias)[..., 0], model.head(maps.flatten(1)))
+
+
+def test_peers_of_the_papers_table_have_the_authors_sizes():
+    abmil, dsmil = (build_model(f"{arm}_published", in_dim=1536, num_outputs=4) for arm in ("abmil", "dsmil"))
+    hidden = 1536 * 512 + 512
+    assert sum(p.numel() for p in abmil.parameters()) == hidden + 2 * (512 * 128 + 128) + 129 + 4 * 512 + 4
+    queries = 512 * 128 + 128 + 128 * 128 + 128
+    assert sum(p.numel() for p in dsmil.parameters()) == hidden + 4 * 513 + queries + 4 * 4 * 512 + 4
+
+
+def check_streams(model, features, graph, rows, queries, values):
+    scores = [model.instance_head.weight @ x + model.instance_head.bias for x in rows]
     instance, embeddings = [], []
     for k in range(3):
         critical = max(range(19), key=lambda i: float(scores[i][k]))
@@ -123,10 +148,9 @@ def test_dsmil_averages_the_critical_instance_and_the_attention_to_it():
     torch.testing.assert_close(model.training_loss(features, graph, target, loss=F.cross_entropy), both / 2)
 
 
-def test_dsmil_and_clam_say_why_they_are_not_for_survival():
-    assert "censored" in build_model("dsmil", **SMALL).refuses["survival"]
-    assert set(build_model("clam_sb", **SMALL).refuses) == {"survival", "multilabel"}
-    assert not build_model("transmil", **SMALL).refuses and not build_model("abmil", **SMALL).refuses
+def test_clam_says_why_it_is_not_for_survival_and_no_other_peer_refuses_a_task():
+    refused = {arm: set(build_model(arm, **SMALL).refuses) for arm in PEERS}
+    assert {arm: tasks for arm, tasks in refused.items() if tasks} == {"clam_sb": {"survival", "multilabel"}}
 
 
 def test_the_smooth_svm_loss_is_a_smooth_margin():

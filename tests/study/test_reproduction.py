@@ -32,6 +32,7 @@ TABLES = [
     "architecture",
     "neighbourhood",
     "mil-models",
+    "slide-backbones",
     "runtime",
     "controls",
     "trajectories",
@@ -52,6 +53,23 @@ def planned(name, tmp_path, **chosen):
 def test_the_studies_are_found_in_the_checkout():
     assert studies_folder() == FOLDER
     assert set(TABLES) <= set(study_names(FOLDER))
+
+
+def test_the_backbones_that_we_have_stand_beside_their_published_numbers(tmp_path):
+    study, cells, _ = planned("slide-backbones", tmp_path, seeds=[42])
+    assert {(cell.row, cell.arm) for cell in cells} == {
+        ("Dense MHSA, baseline", "vit4"),
+        ("Dense MHSA, gated_srp", "vit4_gated_srp"),
+    }
+    assert len(cells) == 2 * 5
+    lines = beside_published(study, pd.DataFrame(columns=["cohort", "arm", "seed", "metric", "value"]))
+    kirp = lines[(lines["cohort"] == "TCGA-KIRP") & (lines["row"] == "Dense MHSA, gated_srp")]
+    assert kirp[["published", "published_std"]].to_numpy().tolist() == [[0.719933, 0.142271]]
+
+
+def test_the_table_of_mil_models_is_trained_at_the_authors_sizes(tmp_path):
+    _, cells, _ = planned("mil-models", tmp_path, cohorts=["KIRP"], seeds=[42])
+    assert [cell.arm for cell in cells] == ["abmil_published", "dsmil_published", "transmil", "gated_srp"]
 
 
 def test_survival_is_five_cohorts_four_arms_five_seeds_and_an_untuned_row_beside(tmp_path):

@@ -1,5 +1,7 @@
 """Peers in the same loop: their own losses are used, and what they are not made for is refused."""
 
+import json
+
 import pytest
 import torch
 from toy_cohorts import open_config, write_cohort, write_survival_cohort
@@ -29,5 +31,11 @@ def test_a_peer_trains_with_its_own_loss(tmp_path, monkeypatch):
 
 def test_a_task_that_a_peer_is_not_made_for_is_refused_with_its_reason(tmp_path):
     config = open_config(write_survival_cohort(tmp_path), train__epochs=1)
-    with pytest.raises(UserError, match="arm 'dsmil' is not made for this task: DSMIL takes"):
-        train(config, arm="dsmil", seed=42)
+    with pytest.raises(UserError, match="arm 'clam_sb' is not made for this task: CLAM's instance clustering"):
+        train(config, arm="clam_sb", seed=42)
+
+
+def test_dsmil_trains_on_survival_with_hazards_in_place_of_classes(tmp_path):
+    config = open_config(write_survival_cohort(tmp_path), train__epochs=1)
+    folder = train(config, arm="dsmil", seed=42).path
+    assert 0 <= json.loads((folder / "metrics.json").read_text())["test"]["case"]["c_index"] <= 1

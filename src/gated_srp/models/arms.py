@@ -263,6 +263,12 @@ ARMS: dict[str, Arm | PeerArm] = {
         "srp_abmil", ("dim", "delta", "hidden_dim"), gated=True, about="ABMIL whose patches Gated SRP corrects first"
     ),
     "dsmil": PeerArm("DSMIL", ("dim",), about="dual-stream MIL: a critical patch and attention to it (Li et al. 2021)"),
+    "abmil_published": PeerArm(
+        "published_abmil", about="ABMIL at the sizes of the paper's table of MIL models: 512, 128"
+    ),
+    "dsmil_published": PeerArm(
+        "PublishedDSMIL", about="DSMIL at the sizes of that table: 512 channels, queries of two layers and width 128"
+    ),
     "clam_sb": PeerArm("CLAM", about="CLAM, one attention branch, with its loss on patches (Lu et al. 2021)"),
     "transmil": PeerArm("TransMIL", about="TransMIL as published: two blocks of width 512 (Shao et al. 2021)"),
     "linear_probe": PeerArm("LinearProbe", about="a linear layer on the mean of the features"),

@@ -96,12 +96,19 @@ class ABMIL(Peer):
     """
 
     def __init__(
-        self, in_dim: int, num_outputs: int, *, dim: int = 384, correction: GatedSRP | None = None, dropout: float = 0.0
+        self,
+        in_dim: int,
+        num_outputs: int,
+        *,
+        dim: int = 384,
+        pool_dim: int | None = None,
+        correction: GatedSRP | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__(in_dim, dropout=dropout)
         self.correction = correction
         self.in_proj = nn.Linear(in_dim, dim)
-        self.pool = GatedPool(dim, max(1, dim // 2))
+        self.pool = GatedPool(dim, max(1, dim // 2) if pool_dim is None else pool_dim)
         self.head = nn.Linear(dim, num_outputs)
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
@@ -128,23 +135,25 @@ def srp_abmil(in_dim: int, num_outputs: int, *, dim: int, delta: float, hidden_d
     return ABMIL(in_dim, num_outputs, dim=dim, correction=GatedSRP(1, coefficient=gate))
 
 
+def published_abmil(in_dim: int, num_outputs: int) -> ABMIL:
+    """`ABMIL` at the sizes of the paper's table of MIL models: 512 channels, attention of width 128."""
+    return ABMIL(in_dim, num_outputs, dim=512, pool_dim=128)
+
+
 class DSMIL(Peer):
     """Two streams over the same patches (Li, Li, Eliceiri 2021).
 
     Instances: c_i = W_0 x_i + b_0, the critical one of each class m_k = argmax_i c_ik. Bag: q_i = W_q x_i, v_i = W_v x_i,
     U_ik = softmax_i(<q_i, q_m_k> / sqrt D), B_k = sum_i U_ik v_i, c_B = W_b [B_1 ... B_K] + b_b.
-    logits = (max_i c_i + c_B) / 2; training minimises the mean of both streams' losses.
+    logits = (max_i c_i + c_B) / 2; training minimises the mean of both streams' losses. For survival the hazards of the time
+    intervals stand in place of the classes, in both streams.
     """
-
-    refuses: ClassVar[Mapping[str, str]] = {
-        "survival": "DSMIL takes the patch with the highest score of each class as critical; the hazard of a time interval is no class that one "
-        "patch could show, and the published instance loss has no form for censored cases."
-    }
 
     def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 384, query_dim: int = 128) -> None:
         super().__init__(in_dim)
         self.instance_head = nn.Linear(in_dim, num_outputs)
-        self.query, self.value = nn.Linear(in_dim, query_dim), nn.Linear(in_dim, dim)
+        self.query: nn.Module = nn.Linear(in_dim, query_dim)
+        self.value: nn.Module = nn.Linear(in_dim, dim)
         self.head = nn.Linear(num_outputs * dim, num_outputs)
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
@@ -175,6 +184,24 @@ class DSMIL(Peer):
         q_critical = q.gather(1, critical.unsqueeze(-1).expand(-1, -1, q.shape[-1]))  # (B, K, Q)
         weights: Tensor = (q_critical @ q.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)  # (B, K, N)
         return weights
+
+
+class PublishedDSMIL(DSMIL):
+    """`DSMIL` at the sizes of the paper's table of MIL models, on h_i = ReLU(W x_i + b) of 512 channels in place of x_i.
+
+    q_i = tanh(W_2 ReLU(W_1 h_i)) of width 128, v_i = h_i. Its convolution over (B_1 ... B_K), as wide as h, is the linear layer W_b:
+    it has one place to be. ReLU after the first layer and v_i = h_i are Li et al.'s; the table's source names neither.
+    """
+
+    def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 512, query_dim: int = 128) -> None:
+        super().__init__(dim, num_outputs, dim=dim, query_dim=query_dim)
+        self.in_dim = in_dim
+        self.in_proj = nn.Linear(in_dim, dim)
+        layers = nn.Linear(dim, query_dim), nn.ReLU(), nn.Linear(query_dim, query_dim), nn.Tanh()
+        self.query, self.value = nn.Sequential(*layers), nn.Identity()
+
+    def rows(self, features: Tensor, graph: PatchGraph) -> Tensor:
+        return F.relu(self.in_proj(super().rows(features, graph)))
 
 
 class CLAM(ABMIL):
