@@ -5,6 +5,7 @@ Shapes: B batch, N patches, S side of the square, P side of a patch, L = 1 + S *
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,7 @@ class SlideModel(nn.Module):
     images: ClassVar[bool] = False
     torch_start: ClassVar[frozenset[str]] = frozenset()  # names of linear layers that keep PyTorch's start values
     settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
+    card: dict[str, Any]  # of a model that was read from a file: what the file says about it
     drop_path: float
     checkpointing: bool
 
@@ -50,6 +52,47 @@ class SlideModel(nn.Module):
         self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
     ) -> Tensor:
         return loss(self(features, graph, keep), target)
+
+    # As `huggingface_hub.PyTorchModelHubMixin` has it. A folder needs no such package.
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        card: Mapping[str, Any] | None = None,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> str | None:
+        """Write config.json, model.safetensors and README.md; with ``push_to_hub`` also upload them.
+
+        ``card``: what is true of the model (task, classes, encoder, stride, temperature, ...); that of the file it was read from.
+        """
+        from gated_srp.models.hub import save_folder
+
+        save_folder(self, Path(save_directory), card)
+        if not push_to_hub:
+            return None
+        return self.push_to_hub(repo_id or Path(save_directory).name, card=card, **options)
+
+    def push_to_hub(self, repo_id: str, *, card: Mapping[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes to a repository of the hub, which is made where it is missing.
+
+        ``options``: private, token, commit_message, revision, create_pr and others of `huggingface_hub.HfApi.upload_folder`.
+        """
+        from gated_srp.models.hub import upload
+
+        return upload(self, repo_id, card, **options)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "SlideModel":
+        """The model of a folder or of a repository of the hub, in evaluation mode; its ``card`` says what it expects.
+
+        ``options``: revision, token, cache_dir, local_files_only, force_download.
+        """
+        from gated_srp.models.hub import open_pretrained
+
+        return open_pretrained(pretrained_model_name_or_path, **options)
 
 
 class PPEG(nn.Module):

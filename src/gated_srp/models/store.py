@@ -1,18 +1,20 @@
-"""Models as files of ours: safetensors with a JSON card, no pickle."""
+"""Models as files of ours: safetensors with a JSON card, no pickle; and the one place that decides how such a file is read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from gated_srp.errors import UserError, counted
-from gated_srp.files import read_tensors, write_tensors
+from gated_srp.files import has_its_checksum, read_tensors, tensors_hash, write_tensors
 from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
 FORMAT = 1
 _SIZES = ("in_dim", "num_outputs", "dim", "depth", "num_heads", "num_patches", "hidden_dim")
-_EXPECTED = "Expected model.safetensors of a run, or of gated-srp convert."
+CONFIG = "config.json"  # beside the model file, in a folder that `save_pretrained` wrote: its card again
+_EXPECTED = "Expected model.safetensors of a run, of gated-srp convert or of save_pretrained."
 
 
 def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None) -> None:
@@ -37,15 +39,26 @@ def model_file(run: Path) -> Path:
     raise UserError("no model.safetensors in this folder", where=run, cure=cure)
 
 
-def load_card(path: Path) -> dict[str, Any]:
-    """What a model file says about itself."""
-    return _read(path, None)[0]
+def load_card(path: Path, *, beside: bool = True) -> dict[str, Any]:
+    """What a model file says about itself; without ``beside`` a config.json in its folder is not compared with it."""
+    return _read(path, None, beside=beside)[0]
 
 
-def _read(path: Path, only: str | None = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Path, only: str | None = "", *, beside: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
     card, tensors = read_tensors(path, called="model file", cure=_EXPECTED, only=only)
+    config = _config(path.with_name(CONFIG)) if beside else {}
+    if not card and config.get("tensors_sha256"):  # tools that save weights again drop what else a file says
+        card = config
+        if only is not None and card["tensors_sha256"] != tensors_hash(tensors):
+            what = "damaged, or not the weights that config.json beside it describes"
+            raise UserError(what, where=path, cure="Copy both again from where they are whole.", kind="damaged")
     if not card:
-        raise UserError("holds tensors but no card of gated-srp", where=path, cure=_EXPECTED)
+        kind = config.get("model_type") or ", ".join(map(str, config.get("architectures") or ()))
+        other = f" (config.json beside it is of {str(kind)[:60]!r})" if kind else ""
+        raise UserError(f"holds tensors but no card of gated-srp{other}", where=path, cure=_EXPECTED)
+    if config.get("tensors_sha256") and config != card:
+        cure = "Copy the folder again, or remove config.json: what the model file says itself counts."
+        raise UserError(f"says something else than {path.name} beside it", where=path.with_name(CONFIG), cure=cure)
     if isinstance(card.get("format"), int) and card["format"] > FORMAT:
         what = f"written in format {card['format']}, this version reads up to {FORMAT}"
         raise UserError(what, where=path, cure="Update gated-srp.")
@@ -54,15 +67,30 @@ def _read(path: Path, only: str | None = "") -> tuple[dict[str, Any], dict[str, 
     return checked(card, Card, where=path, cure=_EXPECTED), tensors
 
 
+def _config(path: Path) -> dict[str, Any]:
+    """The card in config.json; that of another library as it is, nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not has_its_checksum(content):
+            raise ValueError("its content does not fit its checksum")
+    except (OSError, ValueError, RecursionError) as error:
+        cure = f"Copy the folder again, or remove {path.name}: what the model file says itself counts."
+        raise UserError(f"cannot be read ({error})", where=path, cure=cure, kind="damaged") from None
+    return dict(content)
+
+
 def load_model(path: str | Path) -> SlideModel:
     """The trained model of a run, on the processor and in evaluation mode.
 
     Args:
-        path: a run's folder, or its ``model.safetensors``, or a file that ``gated-srp convert`` wrote.
+        path: a run's folder, or its ``model.safetensors``, or a file that ``gated-srp convert`` wrote, or a folder that
+            ``save_pretrained`` wrote.
 
     Returns:
         A module that maps features ``(B, N, in_dim)`` and the `PatchGraph` of their patches to logits ``(B, outputs)``;
-        ``model.settings`` says how it was built, `load_card` what the file says beside that.
+        ``model.settings`` says how it was built, ``model.card`` what the file says beside that.
 
     >>> import tempfile, gated_srp
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -84,6 +112,7 @@ def load_model(path: str | Path) -> SlideModel:
     except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, ArithmeticError, IndexError) as error:
         what = f"its card does not describe its weights ({' '.join(str(error).split())[:300]})"
         raise UserError(what, where=file, cure=_EXPECTED, kind="card") from None
+    model.card = card
     return model.eval()
 
 
