@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import h5py
@@ -111,6 +112,22 @@ def test_a_helper_keeps_nothing_of_its_parent_open(tmp_path):
         for n in os.listdir(f"/proc/{bounded._helper.process}/fd")
     }
     assert not any("held" in name for name in held) and len(held) <= 4
+
+
+def test_a_chunk_that_unfolds_beyond_measure_is_refused_and_a_large_one_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded, "CPU_SECONDS", 5)
+    monkeypatch.setattr(bounded, "MEMORY", 2**27)
+    packer = zlib.compressobj(1)
+    bomb = b"".join([*(packer.compress(bytes(2**24)) for _ in range(30)), packer.flush()])
+    large = zlib.compress(np.full((1000, 1000), 3.0, "f4").tobytes(), 0)
+    for name, chunk in {"bomb.h5": bomb + bytes(2**19), "good.h5": large}.items():
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("features", (1000, 1000), "f4", chunks=(1000, 1000), compression="gzip")
+            file["features"].id.write_direct_chunk((0, 0), chunk)
+            file["coords"] = np.stack([np.arange(1000) % 50, np.arange(1000) // 50], 1) * 512
+    with pytest.raises(BagError, match="cut short or damaged"):
+        read_bag(tmp_path / "bomb.h5")
+    assert read_bag(tmp_path / "good.h5").features.eq(3).all()
 
 
 def test_a_pt_file_of_400_bytes_cannot_ask_torch_for_gigabytes(tmp_path):

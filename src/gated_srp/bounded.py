@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from gated_srp.errors import UserError
 
 CPU_SECONDS = 3  # for one file, twice at most; waiting for a slow disk does not count
+_PER_SECOND = 2**25  # bytes of a large file that are looked through at the least
 MEMORY = 2**30  # bytes beyond those of the process and twice the file's
 _IDLE = 5.0  # seconds without work after which the helper leaves
 _LENGTH = struct.Struct("<I")
@@ -37,7 +38,7 @@ class ForeignFailure(UserError):
 def try_out(look: Callable[[Path], Any], path: Path, *, seconds: int | None = None) -> None:
     """Raise what ``look(path)`` raises in the helper, or `ForeignFailure` where it does not come back.
 
-    ``seconds`` of the processor are its bound; `CPU_SECONDS` where it is not named. Called again inside the helper, or where a
+    ``seconds`` of the processor are its bound; where it is not named `CPU_SECONDS`, and more for large files. Called again inside the helper, or where a
     process cannot be forked, it does nothing.
     """
     if not _FORKS or os.getpid() == _helper.inside:
@@ -45,8 +46,9 @@ def try_out(look: Callable[[Path], Any], path: Path, *, seconds: int | None = No
     info = path.stat()
     identity = (os.fspath(path), info.st_size, info.st_mtime_ns)
     if identity not in _known:
+        bound = CPU_SECONDS + info.st_size // _PER_SECOND if seconds is None else seconds
         with _helper.lock:
-            _known[identity] = _helper.ask(look, path, CPU_SECONDS if seconds is None else seconds)
+            _known[identity] = _helper.ask(look, path, bound)
     if (error := _known[identity]) is not None:
         raise error
 

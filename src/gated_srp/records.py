@@ -278,6 +278,19 @@ def read_rows(
         raise unreadable(path, error, cure) from None
 
 
+def parse_numbers(cells: "pd.Series[Any]") -> "pd.Series[Any]":
+    """Numbers of text cells, NaN where a cell is none; so are those with exponents of five digits, near some of which pandas crashes.
+
+    >>> import pandas as pd
+    >>> parse_numbers(pd.Series(["1e3", "x", "1e2147483648"])).tolist()
+    [1000.0, nan, nan]
+    """
+    import pandas as pd
+
+    beyond = cells.astype(str).str.contains(r"[eE][+-]?0*[1-9]\d{4,}")
+    return pd.to_numeric(cells.where(~beyond, None), errors="coerce")
+
+
 def csv_text(frame: "pd.DataFrame", **options: Any) -> str:
     """A table as CSV; text that a spreadsheet would take for a formula (``=1+1``, ``@SUM``) gets an apostrophe in front, as they do it."""
     texts = frame.select_dtypes(exclude="number").columns
@@ -294,7 +307,7 @@ def _as_numbers(frame: "pd.DataFrame", texts: Sequence[str], numbers: Sequence[s
     for name in frame.columns.difference(list(texts)):
         column = frame[name]
         if pd.api.types.is_bool_dtype(column) or not pd.api.types.is_numeric_dtype(column):
-            values = pd.to_numeric(column.astype(str).where(column.astype(str) != "", None), errors="coerce")
+            values = parse_numbers(column.astype(str).where(column.astype(str) != "", None))
             wrong = values.isna() & ~column.astype(str).str.lower().isin(["", "nan"])
             if wrong.any() and (name in numbers or not wrong.all()):
                 row = wrong.tolist().index(True)

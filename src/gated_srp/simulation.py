@@ -20,6 +20,7 @@ from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title
 from gated_srp.progress import Event, Progress, silent
+from gated_srp.records import parse_numbers
 from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.statistics import t_test
 
@@ -122,7 +123,7 @@ def read_table(path: Path) -> pd.DataFrame:
     """Results so far; none where there is no file."""
     if not path.is_file():
         return pd.DataFrame(columns=[*KEY, "metric", "value"])
-    return pd.read_csv(path, dtype=dict.fromkeys(KEY, str), keep_default_na=False)
+    return pd.read_csv(path, dtype=dict.fromkeys(KEY, str), keep_default_na=False, float_precision="round_trip")
 
 
 def points_of(content: Mapping[str, Any]) -> Iterator[Point]:
@@ -186,7 +187,7 @@ def differences(results: pd.DataFrame, content: Mapping[str, Any]) -> pd.DataFra
     rows = []
     for name, diagram in content["diagrams"].items():
         part = results[(results["diagram"] == name) & (results["metric"] == diagram["metric"])]
-        part = part.assign(value=pd.to_numeric(part["value"]))
+        part = part.assign(value=parse_numbers(part["value"]))
         for y in map(str, diagram["y"]["values"]):
             for x in map(str, diagram["x"]["values"]):
                 here = part[(part["x"] == x) & (part["y"] == y)]

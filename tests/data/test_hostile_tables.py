@@ -13,8 +13,9 @@ import pytest
 from gated_srp.config import load_config
 from gated_srp.data.imported_splits import import_split
 from gated_srp.data.spreadsheet import read_frame
-from gated_srp.data.table import Table
+from gated_srp.data.table import Table, read_table
 from gated_srp.errors import UserError
+from gated_srp.records import read_rows
 from gated_srp.study.results import read_results
 
 TABLE = pd.DataFrame(
@@ -149,6 +150,27 @@ def test_cells_with_line_breaks_and_quotation_marks_inside_are_read(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text('slide_id,label,note\ns1,a,"first, second\nthird"\ns2,b,5" core\ns3,a,"say ""yes"""\n')
     assert read_frame(path)[0]["note"].tolist() == ["first, second\nthird", '5" core', 'say "yes"']
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number", ["1e2147483648", "1e3000000000", "-3E+3000000000", "1e-99999", "12345e0002147483644"]
+)
+def test_a_number_whose_exponent_pandas_crashes_on_is_refused_with_its_row(tmp_path, number):
+    for name, text, read in [
+        ("t.csv", f"slide_id,time,event\ns1,3,1\ns2,{number},0\n", lambda path: read_table(path, task="survival")),
+        ("r.csv", f"cohort,arm,seed,metric,value\nc,na,1,f1,0.5\nc,xsa,1,f1,{number}\n", read_results),
+    ]:
+        (tmp_path / name).write_text(text)
+        assert "row 3" in str(_refused(tmp_path / name, read))
+
+
+def test_such_a_number_in_a_file_of_our_own_is_refused_with_its_row(tmp_path):
+    (tmp_path / "own.csv").write_text("epoch,loss\n1,0.5\n2,1e2147483648\n")
+    error = _refused(tmp_path / "own.csv", lambda path: read_rows(path, cure="Do.", numbers=["loss"]))
+    assert "row 3: loss is '1e2147483648', no number" in str(error)
 
 
 # Empty columns --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
-HANG = 10.0  # seconds of the processor; the watchdog waits longer, for a machine that has other work
+HANG = 10.0  # seconds of the processor, which do not grow when a machine has other work
 ALLOCATION = 2 * 2**30  # bytes
 BAD = ("traceback", "unnamed", "hang", "allocation", "crash", "code")
 _CHUNK = 1500  # cases of one worker's life: a library that leaks does not count as one that allocates
@@ -210,12 +210,18 @@ def _life(plan: dict[str, int], seed: int, counts: dict[str, Counter], findings:
 
 
 def _lines(worker: subprocess.Popen) -> Any:
-    """Its lines as they come; TimeoutError where none comes in time. The first, after all imports, may take long."""
-    patience, rest = 300.0, b""
+    """Its lines as they come; TimeoutError where none comes in time. The first, after all imports, may take long.
+
+    Time is that of the processor, since a machine with other work to do makes everything slow; one who only waits has ten minutes.
+    """
+    patience, rest, silent, used = 300.0, b"", time.monotonic(), 0.0
     while True:
-        ready, _, _ = select.select([worker.stdout], [], [], patience)
+        ready, _, _ = select.select([worker.stdout], [], [], 1.0)
         if not ready:
-            raise TimeoutError
+            if _used(worker.pid) - used > patience or time.monotonic() - silent > 600:
+                raise TimeoutError
+            continue
+        silent, used = time.monotonic(), _used(worker.pid)
         part = os.read(worker.stdout.fileno(), 2**16)
         if not part:
             worker.wait()
@@ -223,7 +229,14 @@ def _lines(worker: subprocess.Popen) -> Any:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             yield json.loads(line)
-        patience = 6 * HANG
+        patience = 2 * HANG
+
+
+def _used(process: int) -> float:
+    """Seconds of the processor that a process and its ended children have used."""
+    with open(f"/proc/{process}/stat") as file:
+        found = file.read().rsplit(")", 1)[1].split()
+    return sum(map(int, found[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _keep(findings: Path | None, name: str, line: dict[str, Any], case: Path, number: str) -> None:

@@ -287,7 +287,8 @@ def read_scores(path: Path, patches: Patches) -> PatchMap:
     import pandas as pd
 
     try:
-        table = pd.read_csv(path, sep="\t" if path.suffix.lower() == ".tsv" else ",", encoding="utf-8-sig")
+        separator = "\t" if path.suffix.lower() == ".tsv" else ","
+        table = pd.read_csv(path, sep=separator, encoding="utf-8-sig", float_precision="round_trip")
     except (OSError, ValueError) as error:
         cure = "Expected a CSV with one score per patch."
         raise UserError(f"cannot be read as a table ({error})", where=path, cure=cure) from None

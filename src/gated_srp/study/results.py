@@ -14,6 +14,7 @@ import pandas as pd
 from gated_srp.data.columns import pick_column
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import UserError, counted
+from gated_srp.records import parse_numbers
 from gated_srp.study.statistics import LEVEL, MARGIN, RATIO, Bootstrap, Paired, TTest, holm, paired, t_shifted
 
 COLUMNS = ("cohort", "arm", "seed", "metric", "value")
@@ -189,7 +190,7 @@ def read_results(results: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, tupl
             row = frame.index[frame[name].isna()][0]
             raise UserError(f"{name!r} is empty", where=f"{path}, row {row}", cure="Fill it in.")
     frame["seed"] = frame["seed"].str.removesuffix(".0")
-    value = pd.to_numeric(frame["value"], errors="coerce")
+    value = parse_numbers(frame["value"])
     strange = value.isna() & frame["value"].notna() & (frame["value"].str.casefold() != "nan") | np.isinf(value)
     if strange.any():
         row = frame.index[strange][0]

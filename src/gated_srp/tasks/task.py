@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gated_srp.errors import Note, UserError
+from gated_srp.records import parse_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -358,11 +359,7 @@ def read_flags(cells: Cells, where: Path) -> Cells:
 
 def read_numbers(cells: Cells, where: Path) -> Cells:
     """Numbers, missing where a cell is empty."""
-    import pandas as pd
-
-    numbers = pd.to_numeric(cells.str.replace(",", ".") if decimal_comma(cells) else cells, errors="coerce").astype(
-        float
-    )
+    numbers = parse_numbers(cells.str.replace(",", ".") if decimal_comma(cells) else cells).astype(float)
     wrong = cells.notna() & (numbers.isna() | numbers.isin([float("inf"), float("-inf")]))
     refuse_unreadable(cells, wrong, where, "a number (a decimal point, no unit, no separator of thousands)")
     return numbers

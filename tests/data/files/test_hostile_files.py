@@ -2,6 +2,7 @@
 
 import pickle
 import struct
+import sys
 import zipfile
 from pathlib import Path
 
@@ -33,6 +34,28 @@ def test_half_written_compressed_chunks_are_refused(tmp_path):
         file.create_dataset("features", (100, 12), "f4", chunks=(10, 12), compression="gzip")[:60] = 1.0
         file["coords"] = np.stack([np.arange(100) * 512, np.zeros(100)], 1)
     assert _kind(tmp_path / "s.h5") == "oversized"
+
+
+def _peak() -> int:
+    """The most bytes of address space that this process ever had."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("VmPeak:")[1].split()[0]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_chunk_that_claims_more_bytes_than_the_file_has_gets_no_memory(tmp_path):
+    path, slide = tmp_path / "s.h5", make_slide(columns=4, rows=3, width=6)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("features", data=slide.features, chunks=(4, 6), compression="gzip")
+        file["coords"] = slide.cells * 512
+    with h5py.File(path) as file:
+        chunk = file["features"].id.get_chunk_info(1)
+    whole, rest = path.read_bytes(), struct.pack("<IQ", 0, chunk.chunk_offset[0])
+    key = struct.pack("<I", chunk.size) + rest
+    assert whole.count(key) == 1
+    path.write_bytes(whole.replace(key, struct.pack("<I", 0xF0000000) + rest))
+    before = _peak()
+    assert _kind(path) == "oversized" and _peak() - before < 2**31
 
 
 def test_positions_that_compress_to_almost_nothing_open(tmp_path):

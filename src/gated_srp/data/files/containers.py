@@ -53,6 +53,7 @@ _DTYPES = {
 
 _MOST_HOPS = 8  # soft links in a row
 _ROWS = 2048  # read at once: HDF5 notes every chunk of a request, which for TRIDENT's chunks of one row takes kilobytes per row
+_LARGE_CHUNK = 2**19  # bytes, compressed; smaller ones unfold to half a gigabyte at most
 _GROUPS = ("features", "feats", "patch_embeddings", "embeddings")
 
 
@@ -261,6 +262,10 @@ class Hdf5File(Container):
             real = data.id.get_num_chunks() >= chunks and data.nbytes <= unfolded(stored)
         else:
             real = data.nbytes <= stored
+        if stored > (
+            there := self._file.id.get_filesize()
+        ):  # HDF5 makes room for a chunk before it looks for its bytes
+            raise self._oversized(name, stored, there)
         if not real:
             raise self._oversized(name, data.nbytes, stored)
         return Spec(data.shape, dtype)
@@ -317,6 +322,15 @@ class Hdf5File(Container):
             with suppress(BagError):
                 self.attrs(name)
                 self.spec(name)
+                self._unfold(self._dataset(name))
+
+    def _unfold(self, data: h5py.Dataset) -> None:
+        """Touch large compressed chunks: HDF5 gives a chunk whatever memory its content asks for, up to a thousand times its size."""
+        if data.chunks and data.id.get_create_plist().get_nfilters() and data.id.get_storage_size() > _LARGE_CHUNK:
+            large: list[tuple[int, ...]] = []
+            data.id.chunk_iter(lambda chunk: large.append(chunk.chunk_offset) if chunk.size > _LARGE_CHUNK else None)
+            for corner in large:
+                data[corner]
 
     def _leads_away(self, name: str) -> Exception:
         return self.error(

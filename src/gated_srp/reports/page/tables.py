@@ -13,6 +13,7 @@ import pandas as pd
 
 from gated_srp.errors import counted
 from gated_srp.models import arm_title
+from gated_srp.records import parse_numbers
 from gated_srp.reports.page.contents import FinishedRun, StudyFolder
 from gated_srp.reports.tables import mean_and_std, metric_name, tone_of
 
@@ -66,7 +67,7 @@ def interval(low: Any, high: Any) -> Cell:
 def cohort_metrics(study: StudyFolder) -> Iterator[HtmlTable]:
     """Mean ± standard deviation over seeds of every metric that the runs have."""
     results = pd.DataFrame(study.results, columns=["cohort", "arm", "metric", "value"])
-    results["value"] = pd.to_numeric(results["value"], errors="coerce")
+    results["value"] = parse_numbers(results["value"])
     for cohort, own in results.dropna(subset="value").groupby("cohort", sort=False):
         metrics = own["metric"].unique()
         over_seeds = own.groupby(["arm", "metric"])["value"].agg(["mean", "std"])
