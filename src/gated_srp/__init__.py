@@ -17,6 +17,7 @@ __all__ = [
     "attach",
     "check",
     "compare",
+    "crossval",
     "evaluate",
     "explain",
     "extract",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from gated_srp.srp import GatedSRP, PatchGraph
     from gated_srp.srp.trace import trace
     from gated_srp.study.comparison import compare, stats
+    from gated_srp.study.cross_validation import crossval
     from gated_srp.study.reproduction import reproduce
     from gated_srp.study.tuning import tune
     from gated_srp.training.evaluate import evaluate
@@ -64,6 +66,7 @@ _HOMES = {
     "UserError": "errors",
     "attach": "foreign.handle",
     "compare": "study.comparison",
+    "crossval": "study.cross_validation",
     "load_model": "models.store",
     "check": "checks.check",
     "evaluate": "training.evaluate",

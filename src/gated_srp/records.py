@@ -71,6 +71,7 @@ class Metrics(Record):
     best_score: Number = None
     temperature: Number = None
     ties: Ties | None = None
+    epochs: dict[str, int] | None = None  # of a run with train.patience: trained, of, patience
     remarks: dict[str, dict[str, str]] = {}
     val: Scores | None = None
     test: Scores | None = None

@@ -134,6 +134,24 @@ def test_the_first_of_equally_good_epochs_is_kept(make):
     assert training.best["head.bias"].tolist() == [3.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("patience", "scores", "trained"),
+    [
+        (None, (0.5, 0.4, 0.3, 0.2, 0.1), 5),
+        (1, (0.5, 0.6, 0.6, 0.9, 0.9), 3),  # a tie is no better
+        (2, (0.5, 0.4, 0.6, 0.5, 0.4), 5),
+        (2, (0.5, 0.4, 0.5, 0.9, 0.9), 3),
+        (3, (float("nan"),) * 5, 3),  # never a best one
+    ],
+)
+def test_a_training_stops_when_patience_ends_and_only_then(make, monkeypatch, patience, scores, trained):
+    training, material = make(train__epochs=5, train__patience=patience)
+    monkeypatch.setattr("gated_srp.training.loop.train_epoch", lambda *_: None)
+    left = iter(scores)
+    fit(training, material.rows("train"), lambda: ({"loss": 1.0}, next(left)), Nobody())
+    assert training.progress.epoch == trained
+
+
 def test_ties_may_go_to_the_lowest_validation_loss(make):
     training, _ = make()
     training.ties = "loss"

@@ -124,6 +124,39 @@ def test_an_error_at_any_moment_keeps_what_was_learnt(reference, tmp_path, monke
     assert results(train(config, arm="gated_srp", seed=42).path) == expected
 
 
+def test_a_run_that_stops_early_is_the_start_of_the_whole_one_and_resumes_bit_for_bit(reference, tmp_path, monkeypatch):
+    yaml, whole = reference
+    said, asked = [], {"train.patience": 1, "metric": "accuracy"}
+
+    def run(out, **how):
+        return train(open_config(yaml, out=str(tmp_path / out)), arm="gated_srp", seed=42, settings=asked, **how)
+
+    straight = run("straight", progress=lambda event: said.append(event.text))
+    scores = straight.history.query("split == 'val' and metric == 'accuracy'")["value"].tolist()
+    trained = next((n for n in range(2, 5) if scores[n - 1] <= max(scores[: n - 1])), 4)
+    assert len(scores) == trained < 4
+    ends = {"trained": trained, "of": 4, "patience": 1}
+    assert straight.results["epochs"] == straight.card["epochs"] == ends
+    assert any(text.startswith("stopped early, 1 epoch without a better one (train.patience)") for text in said)
+    rows = (straight.path / "history.csv").read_bytes()
+    assert whole["history.csv"].startswith(rows)  # the learning rate falls as if all epochs were to come
+    left, epoch = trained, RunCallbacks.epoch
+
+    def fails(self, training):
+        nonlocal left
+        left -= 1
+        epoch(self, training)
+        if left in (0, 1):  # after the epoch before the last, and after the one that ends it
+            raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCallbacks, "epoch", fails)
+        for _ in range(2):
+            with pytest.raises(Stopped):
+                run("stopped")
+    assert results(run("stopped").path) == results(straight.path)
+
+
 def test_a_full_disk_loses_nothing_that_was_saved(reference, tmp_path, monkeypatch):
     yaml, expected = reference
     config, writes = open_config(yaml, out=str(tmp_path)), 0

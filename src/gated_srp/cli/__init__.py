@@ -69,6 +69,7 @@ app.command("predict")(runs.predict)
 app.command("evaluate")(runs.evaluate)
 app.command("arms")(studies.arms)
 app.command("compare", context_settings={"token_normalize_func": str})(studies.compare)  # whose --output is --tables
+app.command("crossval")(studies.crossval)
 app.command("tune")(studies.tune)
 app.command("reproduce")(studies.reproduce)
 app.command("stats")(studies.stats)

@@ -84,6 +84,39 @@ def compare(
         raise typer.Exit(1)
 
 
+def crossval(
+    cohort: Cohort,
+    folds: Annotated[
+        int | None, Option("--folds", "-k", min=2, help="How many; the YAML's, those of its split, or 5.")
+    ] = None,
+    arms: Annotated[str | None, Option(help="E.g. na,gated_srp, on the same folds; gated_srp if not set.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Of folds, start weights, order; the YAML's first.")] = None,
+    reference: Annotated[
+        str | None, Option("--reference", "-r", help="The arm to compare with; na, or else the first arm.")
+    ] = None,
+    out: Out = None,
+    tables: Annotated[Path | None, Option(help="Folder for the tables; OUT/COHORT/crossval.")] = None,
+    change: Change = None,
+    bootstrap: Repeats = 1000,
+    jobs: Jobs = None,
+    yes: Yes = False,
+    engine: Engine = "local",
+    address: Address = None,
+) -> None:
+    """Train all folds, pool the out-of-fold predictions, score them with intervals over patients. Run it again to resume."""
+    import gated_srp
+
+    with _study(jobs, yes, engine, address) as running:
+        which: dict[str, Any] = {"folds": folds, "arms": _words(arms), "seed": seed, "reference": reference}
+        where: dict[str, Any] = {"settings": changes(change), "out": out, "tables": tables, "bootstrap": bootstrap}
+        found = gated_srp.crossval(cohort, **which, **where, **running)
+    if not _submitted(found.script):
+        say(f"\n{found.verdict}")
+        say(f"written: {found.folder} ({counted(len(found.files), 'file')})")
+    if found.failed:
+        raise typer.Exit(1)
+
+
 def arms() -> None:
     """List the models that --arm, --arms and the YAML's `arms` name: what each does, and which task it is not made for."""
     from gated_srp.models import ARMS

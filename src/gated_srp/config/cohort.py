@@ -94,6 +94,7 @@ class TrainConfig(_Section):
     """How to train; `load_config` fills in the recipe of the preset or of the task."""
 
     epochs: int = Field(ge=1)
+    patience: int | None = Field(default=None, ge=1)
     lr: float = Field(gt=0)
     gate_lr: float = Field(default=1.0, gt=0)  # factor on lr for the parameters of gates; 1 is the paper
     weight_decay: float = Field(ge=0)
@@ -217,8 +218,7 @@ class CohortConfig(_Section):
             key = set_too[0]
             raise ValueError(f"images and {key} are both set; {key} is for feature files, keep one of them")
         if size % patch or size < 2 * patch:
-            wanted = f"a multiple of images.patch, which is {patch}, and twice it at least"
-            raise ValueError(f"images.size is {size}, expected {wanted}")
+            raise ValueError(f"images.size is {size}, expected a multiple of images.patch ({patch}), twice it at least")
 
     @property
     def main_arm(self) -> str:

@@ -66,23 +66,29 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
 
 def import_fold(template: str | Path, table: Table, *, fold: int, folds: int | None, seed: int) -> Split:
     """The split of a cohort: ``{seed}`` and ``{fold}`` in its name are filled in. ``folds``: how many the cohort sets, if it does."""
-
-    def named(number: int) -> Path:
-        return Path(str(template).replace("{seed}", str(seed)).replace("{fold}", str(number)))
-
-    apart = named(0) != named(1)
-    available = next(number for number in count(1) if not named(number).exists()) if apart else count_folds(named(0))
+    available = available_folds(template, seed)
     check_fold(fold, folds or 1, available)
     if folds and folds > available:
         what = f"`folds: {folds}`, but the split has {counted(available, 'fold')}"
         cure = f"Set `folds: {available}`." if available > 1 else "Remove `folds`."
         raise UserError(what, where=template, cure=cure, kind="split")
-    split = import_split(named(fold), table, fold=fold, seed=seed)
+    split = import_split(_named(template, seed, fold), table, fold=fold, seed=seed)
     if available == 1:
         return split
     hint = "" if folds else f"; `folds: {available}` uses all"
     which = _noted(f"fold {fold} of the {available} folds of {Path(template).name} is used{hint}")
     return replace(split, notes=(which, *split.notes))
+
+
+def available_folds(template: str | Path, seed: int) -> int:
+    """How many folds a cohort's split has, in one file or in one of each."""
+    if _named(template, seed, 0) == _named(template, seed, 1):
+        return count_folds(_named(template, seed, 0))
+    return next(number for number in count(1) if not _named(template, seed, number).exists())
+
+
+def _named(template: str | Path, seed: int, fold: int) -> Path:
+    return Path(str(template).replace("{seed}", str(seed)).replace("{fold}", str(fold)))
 
 
 def count_folds(path: Path) -> int:

@@ -1,6 +1,6 @@
 """Studies: runs of several arms, paired by seed, compared, and put beside the published numbers.
 
-`compare`, `tune`, `reproduce` and `stats` are functions of `gated_srp`, too. Names are resolved on first use (PEP 562).
+`compare`, `crossval`, `tune`, `reproduce` and `stats` are functions of `gated_srp`, too. Names are resolved on first use (PEP 562).
 """
 
 from gated_srp import lazily
@@ -8,6 +8,7 @@ from gated_srp import lazily
 _HOMES = {
     **dict.fromkeys(("Cell", "Row", "plan"), "cells"),
     **dict.fromkeys(("CompareResult", "compare", "stats"), "comparison"),
+    **dict.fromkeys(("CrossvalResult", "crossval"), "cross_validation"),
     **dict.fromkeys(("Cost", "Declined"), "engine"),
     **dict.fromkeys(("ReproduceResult", "reproduce"), "reproduction"),
     **dict.fromkeys(("Comparison", "Difference"), "results"),

@@ -227,8 +227,9 @@ def compare_results(
     lower_is_better: Collection[str] = LOWER_IS_BETTER,
     notes: tuple[str, ...] = (),
     margin: float = MARGIN,
+    unit: str = "seed",
 ) -> Comparison:
-    """Every other arm against the reference, per cohort (paired by seed) and across cohorts (paired by cohort)."""
+    """Every other arm against the reference, per cohort (paired by seed, or by another ``unit``) and across cohorts (paired by cohort)."""
     if not margin > 0:
         raise UserError(
             f"{margin:g}, expected a positive number", where="margin", cure="Say by how much counts as worse."
@@ -237,7 +238,7 @@ def compare_results(
     cohorts = list(_cohort_cells(results, reference, ratio, lower_is_better))
     across = list(_across_cells(cohorts, lower_is_better))
     missing = (
-        f"{d.cohort}, {d.metric}: seed {', '.join(d.missing)} of only one of {d.arm} and the reference; left out"
+        f"{d.cohort}, {d.metric}: {unit} {', '.join(d.missing)} of only one of {d.arm} and the reference; left out"
         for d in cohorts
         if d.missing
     )
@@ -245,7 +246,7 @@ def compare_results(
     def judged(cells: list[Difference], unit: str) -> tuple[Difference, ...]:
         return tuple(_not_worse(list(_judged(cells, lower_is_better, unit)), lower_is_better, margin))
 
-    return Comparison(reference, ratio, judged(cohorts, "seed"), judged(across, "cohort"), (*notes, *missing))
+    return Comparison(reference, ratio, judged(cohorts, unit), judged(across, "cohort"), (*notes, *missing))
 
 
 def _cohort_cells(
@@ -319,7 +320,9 @@ def verdict(cell: Difference, unit: str, *, family: int, lower: bool) -> str:
     interval = f"{test.mean:+.4f}, 95 % interval {test.low:+.4f} to {test.high:+.4f}"
     if not test.excludes_zero:
         needed, outlook = cell.statistics.seeds_needed, ""
-        if round(test.mean, 4) != 0 and n < _ENOUGH:  # the spread of so few is hardly known
+        if unit == "fold":  # there are as many as there are; more of them would be smaller
+            pass
+        elif round(test.mean, 4) != 0 and n < _ENOUGH:  # the spread of so few is hardly known
             outlook = f"; {count} are too few to say how many would show it"
         elif round(test.mean, 4) != 0:
             none = f"; no number of {unit}s on these data would show a difference of this size"

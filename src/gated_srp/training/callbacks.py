@@ -68,7 +68,7 @@ class RunCallbacks:
         if self.ranks.first and self.progress is not silent:
             progress = self.training.progress
             loss = f"loss {progress.loss / progress.bags:.4f}, " if progress.bags else ""
-            now = f"epoch {progress.epoch + 1}" if progress.epoch < self.training.settings.epochs else "results"
+            now = f"epoch {progress.epoch + 1}" if not self.training.over else "results"
             self.progress(Event("bags", min(self.seen, self.total), self.total, f"{now}, {loss}{self._pace()}"))
 
     def window(self, training: Training) -> None:
@@ -96,8 +96,7 @@ class RunCallbacks:
 
     def rescue(self, training: Training, error: Exception) -> None:
         """Something went wrong: keep what was learnt up to the last window."""
-        unfinished = training.progress.epoch < training.settings.epochs
-        if self.ranks.first and unfinished and not training.stepping:
+        if self.ranks.first and not training.over and not training.stepping:
             # A full disk, or no memory for a copy: the state before is still there, and the first error matters.
             with suppress(UserError, MemoryError, RuntimeError):
                 self._save(training)

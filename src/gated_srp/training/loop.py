@@ -72,6 +72,13 @@ class Training:
         """Bags that go through the model at once. Slides differ in length, and Nystrom's pinv wants one at a time."""
         return self.settings.batch_size if self.model.images else 1
 
+    @property
+    def over(self) -> bool:
+        """Whether all epochs are trained, or ``patience`` of them in a row were no better. It follows from `progress` alone."""
+        progress, patience = self.progress, self.settings.patience
+        waited = progress.epoch - max(progress.best_epoch, 0)
+        return progress.epoch >= self.settings.epochs or (patience is not None and waited >= patience)
+
     def checkpoint(self) -> Checkpoint:
         """Everything needed to go on from the end of the last window."""
         return Checkpoint(self.progress, self.model.state_dict(), self.optimiser.state_dict(), self.best)
@@ -89,11 +96,11 @@ def fit(
     evaluate: Callable[[], tuple[dict[str, float], float]],
     callbacks: Callbacks,
 ) -> None:
-    """Train on these bags from where the training stands to its last epoch.
+    """Train on these bags from where the training stands until it is over.
 
     ``evaluate`` gives the validation metrics and the score of which more is better.
     """
-    while training.progress.epoch < training.settings.epochs:
+    while not training.over:
         train_epoch(training, rows, callbacks)
         metrics, score = evaluate()
         finish_epoch(training, training.settings.epoch_bags(len(rows)), metrics, score)

@@ -100,7 +100,13 @@ def write_results(run: RunFolder, results: Results, training: Training, about: M
     """All files of a finished run; metrics.json is the last, and says that it is finished."""
     for (part, level), table in results.tables.items():
         run.write_csv(f"predictions_{part}_{level}.csv", table)
-    ends = {"best_epoch": training.progress.best_epoch, "temperature": results.temperature, "ties": results.ties}
+    ends: dict[str, Any] = {
+        "best_epoch": training.progress.best_epoch,
+        "temperature": results.temperature,
+        "ties": results.ties,
+    }
+    if (patience := training.settings.patience) is not None:
+        ends["epochs"] = {"trained": training.progress.epoch, "of": training.settings.epochs, "patience": patience}
     card = {**about, **results.facts, **ends}
     try:
         save_model(training.model, run.model, card)

@@ -18,7 +18,7 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import write_split
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
@@ -172,6 +172,13 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
         callbacks.begin(training, inputs, job.settings)
         try:
             fit(training, inputs.rows("train"), lambda: validate(training, inputs, callbacks), callbacks)
+            if (left := training.settings.epochs - training.progress.epoch) > 0:
+                waited = (
+                    f"{counted(training.progress.epoch - training.progress.best_epoch, 'epoch')} without a better one"
+                )
+                callbacks.say(
+                    f"stopped early, {waited} (train.patience); {left} of {training.settings.epochs} are left out"
+                )
             results = read_results(training, inputs, callbacks)
         except Exception as error:
             callbacks.rescue(training, error := memory_error(error))
