@@ -82,3 +82,10 @@ def test_the_driver_computes_in_the_order_of_the_plan_and_leaves_alone_what_the_
     monkeypatch.setattr("sys.argv", given)
     run.main()
     assert run.Table(tmp_path / "plan.csv").runs == set(keys)
+    table.frame = table.frame[:-1]
+    table.write()  # the first, added last, is missing, and another process is at it
+    with run.only_one(tmp_path / "runs" / "locks" / "-".join(keys[0])) as mine:
+        assert mine
+        run.main()
+    with pytest.raises(TypeError):  # nobody is: train, here None, is called
+        run.main()

@@ -2,13 +2,15 @@
 
     python docs/evidence/run.py docs/evidence/breakhis.yaml --data FOLDER --out RUNS [--tables FOLDER]
 
-One run after the other, in the order of the plan; a run that was interrupted goes on where it was. Tables (beside the plan):
+One run after the other, in the order of the plan; a run that was interrupted goes on where it was. The same command in a second
+process takes the runs that the first one has not begun. Tables (beside the plan):
 PLAN.csv (test metrics: cohort, arm, seed, metric, value), PLAN_gates.csv, PLAN_homogeneity.csv, PLAN_bootstrap.csv.
 """
 
 import argparse
 import fcntl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +34,20 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.frame = pd.read_csv(path, dtype={"seed": str}, keep_default_na=False) if path.is_file() else pd.DataFrame()
+        self.read()
+
+    def read(self) -> None:
+        known = self.path.is_file()
+        self.frame = pd.read_csv(self.path, dtype={"seed": str}, keep_default_na=False) if known else pd.DataFrame()
 
     @property
     def runs(self) -> set[tuple[str, ...]]:
+        self.read()  # another process may have added some
         return set(self.frame[KEY].itertuples(index=False, name=None)) if len(self.frame) else set()
 
     def add(self, rows: pd.DataFrame) -> None:
         """The rows of one run, in place of those that an interrupted driver may have left."""
+        self.read()
         if len(self.frame):
             run = rows[KEY].iloc[0] if len(rows) else None
             kept = self.frame if run is None else self.frame[~(self.frame[KEY] == run).all(axis=1)]
@@ -49,6 +57,19 @@ class Table:
 
     def write(self) -> None:
         write_whole(self.path, self.frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+
+
+@contextmanager
+def only_one(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process holds the lock; it is let go at the end, or when the process ends in any way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def config_of(content: dict, name: str, data: Path, out: Path) -> CohortConfig:
@@ -126,23 +147,24 @@ def main() -> None:
         Table(tables / f"{name}{part}.csv") for part in ("", "_gates", "_homogeneity", "_bootstrap")
     )
     cells = list(cells_of(content, given.data, given.out))
-    # Of several plans below one folder one run is computed at a time.
-    with (given.out / "turn.lock").open("w") as turn:
-        for cell in cells:
-            if key_of(cell) in results.runs:
+    for cell in cells:
+        with only_one(given.out / "locks" / "-".join(key_of(cell))) as mine:
+            if not mine or key_of(cell) in results.runs:
                 continue
-            fcntl.flock(turn, fcntl.LOCK_EX)
             print(cell, flush=True)
             gated_srp.train(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold)
-            if find_arm(cell.arm).gated:
-                gates.add(labelled(cell, cell.run.gates))
-                alike.add(labelled(cell, homogeneity(cell, given.data, content["fields"])))
-            patients.frame = bootstrap(cells, content["repeats"], patients.frame)
-            if len(patients.frame):
-                patients.write()
-            rows = pd.DataFrame(cell.metrics().items(), columns=["metric", "value"])
-            results.add(labelled(cell, rows))  # last: it says that the run is done
-            fcntl.flock(turn, fcntl.LOCK_UN)
+            gated = find_arm(cell.arm).gated
+            seen = labelled(cell, homogeneity(cell, given.data, content["fields"])) if gated else None
+            with only_one(given.out / "locks" / "tables", wait=True):
+                if seen is not None:
+                    gates.add(labelled(cell, cell.run.gates))
+                    alike.add(seen)
+                patients.read()
+                patients.frame = bootstrap(cells, content["repeats"], patients.frame)
+                if len(patients.frame):
+                    patients.write()
+                rows = pd.DataFrame(cell.metrics().items(), columns=["metric", "value"])
+                results.add(labelled(cell, rows))  # last: it says that the run is done
 
 
 if __name__ == "__main__":
