@@ -4,23 +4,27 @@ Every number and every statement on that page is computed here; a test holds the
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 import yaml
+from matplotlib.figure import Figure
 
 from gated_srp.config.reach import OUTSIDE, Reach
 from gated_srp.models import arm_title
+from gated_srp.reports.figures import COLOURS, panels, save, tidy
 from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read_plan, read_table
-from gated_srp.study.results import compare_results
+from gated_srp.study.results import Difference, compare_results
 
 HERE = Path(__file__).parent
 STEPS, LR = 400, 2e-4  # of the plan on real tissue, about: 600 to 650 fields train, 16 per step, 10 epochs
 
 
-def stage_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
-    """Per stage of the plan: what is finished, and its reading once it is complete."""
+def stage_lines(
+    plan: dict, results: pd.DataFrame, patients: pd.DataFrame | None = None, folder: Path | None = None
+) -> Iterator[str]:
+    """Per stage of the plan: what is finished, and its reading once it is complete. ``folder``: where its figure is drawn."""
     for stage in plan["stages"]:
         cohort = plan["cohorts"][stage["cohort"]]
         units = [
@@ -35,17 +39,73 @@ def stage_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
         if len(done) < planned:
             yield "Not complete, and therefore not read.\n"
             continue
-        yield from _stage_table(done.assign(value=pd.to_numeric(done["value"])).dropna(), plan["margin"])
+        done = done.assign(value=pd.to_numeric(done["value"])).dropna()
+        found = compare_results(done, "na", margin=plan["margin"]).cohorts
+        yield from _stage_table(found, pd.DataFrame() if patients is None else patients)
+        stem = HERE / f"stage_{stage['name']}"
+        if folder is not None:
+            _draw_stage(found, stem, title=f"{stage['cohort']}, {cohort['primary']}", margin=plan["margin"])
+        if stem.with_suffix(".svg").is_file():
+            yield f"![Differences to NA, stage {stage['name']}](evidence/{stem.name}.svg)\n"
 
 
-def _stage_table(done: pd.DataFrame, margin: float) -> Iterator[str]:
-    found = compare_results(done, "na", margin=margin).cohorts
-    yield "| arm | mean | NA | difference | what it shows |\n|---|---|---|---|---|"
+def _stage_table(found: Sequence[Difference], patients: pd.DataFrame) -> Iterator[str]:
+    beside = {(row.cohort, row.arm, row.metric): row for row in patients.itertuples()}
+    yield "| arm | mean | NA | difference (95 % interval) | over resampled patients | what it shows |\n|---|---|---|---|---|---|"
     for one in found:
         interval = f"{one.test.mean:+.4f} ({one.test.low:+.4f} to {one.test.high:+.4f})"
         words = "; ".join(filter(None, (one.verdict, one.no_worse)))
-        yield f"| {arm_title(one.arm)} | {one.means[0]:.4f} | {one.means[1]:.4f} | {interval} | {words} |"
+        row = beside.get((one.cohort, one.arm, one.metric))
+        drawn = f"{row.low:+.4f} to {row.high:+.4f}, {row.seeds} runs" if row else ""
+        yield f"| {arm_title(one.arm)} | {one.means[0]:.4f} | {one.means[1]:.4f} | {interval} | {drawn} | {words} |"
     yield ""
+
+
+def _draw_stage(found: Sequence[Difference], stem: Path, *, title: str, margin: float) -> None:
+    """Differences to NA with their intervals; the dotted line is the margin below which an arm is called no worse."""
+    figure, (axis,) = panels(1, width=6.5, height=0.3 * len(found) + 0.9)
+    for place, one in enumerate(reversed(found)):
+        axis.errorbar(
+            one.test.mean,
+            place,
+            xerr=[[one.test.mean - one.test.low], [one.test.high - one.test.mean]],
+            fmt="o",
+            color="#0072B2" if one.claimed else "#555555",
+            capsize=3,
+        )
+    axis.axvline(0.0, color="#000000", linewidth=0.8)
+    axis.axvline(-margin, color="#888888", linewidth=0.8, linestyle=":")
+    axis.set_yticks(range(len(found)), [arm_title(one.arm) for one in reversed(found)])
+    axis.set_ylim(-0.6, len(found) - 0.4)
+    tidy(axis, x="arm minus NA (95 % interval)", y="")
+    _save(figure, stem, f"{title}: difference to NA")
+
+
+def _save(figure: Figure, stem: Path, title: str) -> None:
+    _, picture = save(figure, stem, title=title)
+    picture.unlink()  # pages show the SVG
+
+
+def draw_gates(gates: pd.DataFrame, cohort: str, stem: Path) -> None:
+    """Mean beta of each layer by epoch, mean over finished runs, with a band of one standard deviation; one panel per arm."""
+    here = gates[gates["cohort"] == cohort]
+    figure, axes = panels(here["arm"].nunique(), width=3.2, height=2.4)
+    for axis, (arm, part) in zip(axes, here.groupby("arm", sort=False), strict=True):
+        for place, (layer, rows) in enumerate(part.groupby("layer")):
+            by_epoch = rows.groupby("epoch")["mean"].agg(["mean", "std"]).fillna(0.0)
+            axis.plot(by_epoch.index, by_epoch["mean"], color=COLOURS[place], label=f"layer {int(layer) + 1}")
+            band = by_epoch["mean"] - by_epoch["std"], by_epoch["mean"] + by_epoch["std"]
+            axis.fill_between(by_epoch.index, *band, color=COLOURS[place], alpha=0.18, linewidth=0)
+        axis.set_ylim(-1.05, 1.05)
+        tidy(
+            axis,
+            x="epoch",
+            y="mean beta",
+            title=f"{arm_title(arm)} ({part['seed'].nunique()} runs)",
+            whole_numbers=True,
+        )
+    axes[0].legend(fontsize=7, frameon=False)
+    _save(figure, stem, f"{cohort}: where the gates went")
 
 
 def gate_lines(gates: pd.DataFrame, alike: pd.DataFrame) -> Iterator[str]:
@@ -104,9 +164,8 @@ def simulated_gates(results: pd.DataFrame) -> Iterator[str]:
 
 def render(tables: Path = HERE, draw: Path | None = None) -> str:
     plans = [yaml.safe_load((HERE / "breakhis.yaml").read_text(encoding="utf-8")), read_plan(HERE / "simulation.yaml")]
-    real, gates, alike = (
-        pd.read_csv(tables / f"breakhis{part}.csv", dtype={"seed": str}) for part in ("", "_gates", "_homogeneity")
-    )
+    names = ("", "_gates", "_homogeneity", "_bootstrap")
+    real, gates, alike, patients = (pd.read_csv(tables / f"breakhis{name}.csv", dtype={"seed": str}) for name in names)
     simulated = read_table(tables / "simulation.csv")
     needed = math.ceil(2 * (math.atanh(OUTSIDE) / (2 * LR) - 1))
     small = Reach(135, LR, 1.0, 1.0, 64)
@@ -121,7 +180,7 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             steps=STEPS,
             reach=f"{Reach(STEPS, LR, 1.0, 1.0, 64).beta:.2f}",
             reach10=f"{Reach(STEPS, LR, 10.0, 1.0, 64).beta:.2f}",
-            stages="\n".join(stage_lines(plans[0], real)),
+            stages="\n".join(stage_lines(plans[0], real, patients, draw)),
             gates="\n".join(gate_lines(gates, alike)),
             diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),
             simulated_gates="\n".join(simulated_gates(simulated)),
