@@ -35,15 +35,18 @@ def test_rows_cover_every_phase_arm_and_precision():
         ("prepare", "textbook", "float32"),
         ("prepare", "gated_srp", "float32"),
         *((p, "textbook", "float32") for p in ("predict", "train")),
-        *((p, a, d) for p in ("predict", "train") for a in ("gated_srp", "na") for d in ("float32", "bfloat16")),
+        *((p, "gated_srp", d) for p in ("predict", "train") for d in ("float32", "bfloat16")),
+        *((p, "na", "float32") for p in ("predict", "train")),
     }
     assert all(r.tokens == 40 and r.seconds > 0 for r in rows)
+    assert {len(r.turns) for r in rows} == {1, 4}  # preparing takes milliseconds, so it has more turns
 
 
 def test_every_turn_begins_with_another_job():
     ran = []
-    bench.best_seconds({name: lambda name=name: ran.append(name) for name in "abc"}, 3)
+    took = bench.turns_of({name: lambda name=name: ran.append(name) for name in "abc"}, 3)
     assert "".join(ran) == "abc" + "abc" + "bca" + "cab"
+    assert {name: len(turns) for name, turns in took.items()} == {"a": 3, "b": 3, "c": 3}
 
 
 @pytest.mark.parametrize("phase", ["train", "stream"])
@@ -88,8 +91,50 @@ def test_figures_are_ratios_of_one_run():
     assert found["prepare + train, float32"] == (3.0, True)
     assert found["Gated SRP / NA, train"] == (1.23, False)
     assert found["peak of train, ours / textbook"] == (0.6, True)
-    assert found["a gated block adds to train, of an (L x C)"] == (1.0, False)
-    assert found["predict, share of the multiply rate"][0] == round(predict_operations(10_000) / 2.4 / 1e11, 2)
+    assert found["a gated block adds, of L x C"] == (1.0, False)
+    assert found["share of the multiply rate"][0] == round(predict_operations(10_000) / 2.4 / 1e11, 2)
+    assert found["predict, our float32 / our bf16"] == (2.67, True)
+
+
+def timings(gated, na):
+    """Rows of 10,000 patches in which only the turns of Gated SRP and NA differ from one second."""
+    rows = []
+    for phase in ("prepare", "predict", "train"):
+        for arm, turns in (("textbook", [2.0] * len(na)), ("gated_srp", gated), ("na", na)):
+            rows.append(Row.of(10_000, phase, arm, "float32", turns))
+        rows.append(Row.of(10_000, phase, "gated_srp", "bfloat16", gated))
+    return [*rows, Row.of(10_000, "multiply", "machine", "float32", [1.0] * len(na))]
+
+
+def test_a_ratio_is_the_median_of_turns_that_were_run_together():
+    # A slow moment of the machine hits both: ratios of medians would say 1.0, ratios of the best 1.1.
+    gated, na = [1.1, 11.0, 2.2, 1.1, 3.3, 1.1, 5.5], [1.0, 10.0, 2.0, 1.0, 3.0, 1.1, 5.0]
+    found = {figure.name: figure for figure in figures(timings(gated, na))}
+    one = found["Gated SRP / NA, predict"]
+    assert one.value == pytest.approx(1.1) and not one.holds
+    assert (one.low, one.high) == pytest.approx((1.0, 1.1)) and one.words == "1.10 (1.00-1.10)"
+
+
+def test_a_refactor_that_slows_a_ratio_down_is_refused_and_scatter_is_not(tmp_path, monkeypatch):
+    scattered = [1.0, 1.05, 0.95, 1.1, 0.9, 1.0, 1.0]
+
+    def bench_with(gated, *options):
+        monkeypatch.setattr(bench, "time_arms", lambda *_, **__: timings(gated, [1.0] * 7))
+        monkeypatch.setattr(bench, "memory_arms", lambda _: [])
+        return CliRunner().invoke(app, ["bench", *options])
+
+    base = tmp_path / "base.json"
+    assert bench_with(scattered, "--json", str(base)).exit_code == 0
+    same = bench_with([one + 0.05 for one in scattered], "--compare", str(base))
+    assert same.exit_code == 0 and "ratios fell by more than both runs scatter" in same.output
+    slow = bench_with([one + 0.4 for one in scattered], "--compare", str(base))
+    assert slow.exit_code == 1
+    assert "10,000 patches, Gated SRP / NA, predict: 1.40 (1.30-1.50), before 1.00 (0.90-1.10)" in slow.output
+    faster = bench_with([one / 2 for one in scattered], "--compare", str(base))
+    assert faster.exit_code == 0
+    (tmp_path / "other.json").write_text('{"rows": 1}')
+    refused = bench_with(scattered, "--compare", str(tmp_path / "other.json")).exception
+    assert isinstance(refused, UserError) and "cannot be read as measurements" in str(refused)
 
 
 def test_operations_are_those_that_a_prediction_runs():
@@ -127,7 +172,7 @@ def test_time_a_patch_is_compared_over_growing_slides_and_the_long_slide_in_giga
 
 def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, monkeypatch):
     def timed(tokens, repeats):
-        arms = [("textbook", "float32"), *((a, d) for a in ("gated_srp", "na") for d in ("float32", "bfloat16"))]
+        arms = [("textbook", "float32"), ("na", "float32"), ("gated_srp", "float32"), ("gated_srp", "bfloat16")]
         rows = [Row(tokens, p, a, d, seconds=1.0) for p in ("prepare", "predict", "train") for a, d in arms]
         return [*rows, Row(tokens, "multiply", "machine", "float32", seconds=1.0)]
 
@@ -144,7 +189,7 @@ def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, 
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["tokens"] for row in rows} == {512, 2_048, 10_000, 49_152, 160_000, 1_000_000}
     assert {row["phase"] for row in rows} == {"prepare", "predict", "train", "multiply", "growth", "stream"}
-    for promise in ("prepare, textbook / ours", "share of the multiply rate", "against 10,000 patches", "GB"):
+    for promise in ("prepare, textbook / ours", "share of the multiply rate", "against 10,000 ", "<= 20 yes"):
         assert promise in done.output
 
 

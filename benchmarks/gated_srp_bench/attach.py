@@ -6,13 +6,14 @@ Shapes: B images, C channels, N patches.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gated_srp.foreign import attach
-from gated_srp_bench.measure import best_seconds
+from gated_srp_bench.measure import turns_of
 
 BOUND = 1.08  # attached / untouched, at most
 CLASSES = 4
@@ -97,7 +98,7 @@ def pair(make: Callable[[Size], nn.Module], size: Size) -> dict[str, nn.Module]:
 def measure_attach(
     families: Iterable[str] = tuple(FAMILIES), *, size: Size | None = None, repeats: int = 7
 ) -> list[Cost]:
-    """Best of ``repeats`` forwards (predict) and forwards with backwards (train) of each family, float32 on the processor."""
+    """Median of ``repeats`` forwards (predict) and forwards with backwards (train) of each family, float32 on the processor."""
     size = size or Size()
     images = torch.randn(size.batch, 3, size.image, size.image, generator=torch.Generator().manual_seed(0))
     costs = []
@@ -105,7 +106,7 @@ def measure_attach(
         models = pair(FAMILIES[family], size)
         for phase, job in (("predict", _predict), ("train", _train)):
             jobs = {arm: partial(job, model, images) for arm, model in models.items()}
-            costs.append(Cost(family, phase, **best_seconds(jobs, repeats)))
+            costs.append(Cost(family, phase, **{arm: median(turns) for arm, turns in turns_of(jobs, repeats).items()}))
     return costs
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gated_srp.cli.screen import console, say
+from gated_srp.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 @app.command()
 def bench(
     full: Annotated[
-        bool, typer.Option("--full", help="2,048 to 160,000 patches and one slide of 1,000,000 (half an hour).")
+        bool, typer.Option("--full", help="512 to 160,000 patches and one slide of 1,000,000 (a quarter of an hour).")
     ] = False,
     data: Annotated[bool, typer.Option("--data", help="How fast bags load instead.")] = False,
     training: Annotated[
@@ -30,6 +31,12 @@ def bench(
         bool, typer.Option("--extract", help="How fast a slide is extracted, beside the encoder alone, instead.")
     ] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare", help="Measurements of another run: fail where a ratio fell by more than both scatter."
+        ),
+    ] = None,
 ) -> None:
     """Ours against the textbook implementation: time and memory of prepare, predict and train, as ratios of one run."""
     import os
@@ -37,6 +44,9 @@ def bench(
     from gated_srp.machine import bf16_environment
 
     os.environ.update(bf16_environment())
+    if base is not None and (data or training or attach or extract):
+        raise UserError("compares the ratios of models alone", where="--compare", cure="Leave out the other option.")
+    before = None if base is None else _figures_of(base)
     _describe_machine()
     if data:
         _bench_data(output)
@@ -47,7 +57,27 @@ def bench(
     if extract:
         _bench_extract(output)
     if not (data or training or attach or extract):
-        _bench_models(full, output)
+        found = _bench_models(full, output)
+        if before is not None:
+            _compare(found, before)
+
+
+def _figures_of(path: Path) -> "list[Figure]":
+    from gated_srp_bench.figures import figures, read_rows
+
+    return figures(read_rows(path))
+
+
+def _compare(found: "list[Figure]", before: "list[Figure]") -> None:
+    from gated_srp_bench.figures import fallen
+
+    worse = fallen(found, before)
+    for here, there in worse:
+        say(f"{here.tokens:,} patches, {here.name}: {here.words}, before {there.words}")
+    if worse:
+        raise typer.Exit(1)
+    common = {(one.tokens, one.name) for one in found} & {(one.tokens, one.name) for one in before}
+    say(f"none of {len(common)} ratios fell by more than both runs scatter")
 
 
 def _bench_data(output: Path | None) -> None:
@@ -102,27 +132,27 @@ def _bench_extract(output: Path | None) -> None:
     _write_json([{**asdict(found), "share": found.share}], output)
 
 
-def _bench_models(full: bool, output: Path | None) -> None:
+def _bench_models(full: bool, output: Path | None) -> "list[Figure]":
     from gated_srp_bench import figures as promised
     from gated_srp_bench import measure
 
     rows: list[Row] = []
     for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
         say(f"timing {tokens:,} patches ...")
-        rows += measure.time_arms(tokens, repeats=5 if tokens > 20_000 else 16)
+        rows += measure.time_arms(tokens, repeats=3 if tokens > 20_000 else 9)
         if tokens >= 10_000:
             say(f"memory of {tokens:,} patches, each figure in a process of its own ...")
             rows += measure.memory_arms(tokens)
         _save(rows, output)
-    figures = promised.figures(rows)
     if full:
         rows += measure.growth((10_000, 160_000))
         say("one slide of 1,000,000 patches, half precision, memory-mapped ...")
         rows.append(measure.peak(1_000_000, "stream", "gated_srp", "float16"))
-        figures += promised.full_figures(rows)
         _save(rows, output)
+    figures = promised.figures(rows)
     _print_rows(rows)
     _print_figures(figures, promised.multiply_rate(rows))
+    return figures
 
 
 def _save(rows: "list[Row]", output: Path | None) -> None:
@@ -173,19 +203,19 @@ def _print_rows(rows: "list[Row]") -> None:
 
 
 def _print_figures(figures: "list[Figure]", rate: float) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(
-        "patches", "ratio", "here", "promised", "", title=f"ratios (matrix multiply rate {rate / 1e9:.0f} Gflop/s)"
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=f"ratios (matrix multiply rate {rate / 1e9:.0f} Gflop/s)",
     )
+    for name in ("patches", "ratio", "median (95 %)", "aim"):
+        table.add_column(name, no_wrap=True)
     for figure in figures:
-        sign = ">=" if figure.at_least else "<="
-        table.add_row(
-            f"{figure.tokens:,}",
-            figure.name,
-            f"{figure.value:.2f}",
-            f"{sign} {figure.bound:g}",
-            "yes" if figure.holds else "no",
-        )
+        aim = f"{'>=' if figure.at_least else '<='} {figure.bound:g} {'yes' if figure.holds else 'no'}"
+        table.add_row(f"{figure.tokens:,}", figure.name, figure.words, aim)
     with console() as page:
         page.print(table)

@@ -1,104 +1,157 @@
-"""The ratios that we promise, computed from measurements."""
+"""The ratios that we promise, computed from measurements: medians over turns, with the interval of the median."""
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import comb, nan
+from pathlib import Path
+from statistics import median
 
+from gated_srp.errors import UserError
 from gated_srp_bench.measure import MULTIPLY_OPERATIONS, Row, predict_operations
+
+STEADY = 0.02  # two measurements of a peak of memory differ by less
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio that we promise, and what this run gave."""
+    """A ratio that we promise, and what this run gave; ``low`` to ``high`` is where its median lies (95 %)."""
 
     tokens: int
     name: str
     value: float
     bound: float
     at_least: bool = True
+    low: float = nan
+    high: float = nan
 
     @property
     def holds(self) -> bool:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
+    @property
+    def words(self) -> str:
+        return f"{self.value:.2f}" if self.low != self.low else f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+    def fell_below(self, base: "Figure") -> bool:
+        """Whether it is worse than the same figure of another run by more than both scatter."""
+        ranges = [
+            (one.low, one.high) if one.low == one.low else (one.value * (1 - STEADY), one.value * (1 + STEADY))
+            for one in (self, base)
+        ]
+        here, there = ranges
+        return here[1] < there[0] if self.at_least else here[0] > there[1]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which of the values the true median lies with at least 95 %; least and greatest where there are too few to say.
+
+    >>> median_interval([3.0, 1.0, 2.0])
+    (1.0, 3.0)
+    >>> median_interval(list(range(16)))  # P(at most 3 of 16 below) is 1 %
+    (3, 12)
+    """
+    n, ordered = len(values), sorted(values)
+    outside, cut = 0.0, 0
+    while 2 * (outside + comb(n, cut) / 2**n) <= 0.05:
+        outside += comb(n, cut) / 2**n
+        cut += 1
+    place = max(0, cut - 1)
+    return ordered[place], ordered[n - 1 - place]
+
+
+def _ratio(tokens: int, name: str, pairs: Sequence[tuple[float, float]], bound: float, at_least: bool = True) -> Figure:
+    """The median of above / below over turns."""
+    ratios = [above / below for above, below in pairs]
+    return Figure(tokens, name, median(ratios), bound, at_least, *median_interval(ratios))
+
 
 def multiply_rate(rows: list[Row]) -> float:
     """Operations a second of a bare matrix product, the best that took turns with predictions: what this machine can do."""
-    return MULTIPLY_OPERATIONS / min(row.seconds for row in rows if row.phase == "multiply" and row.seconds)
+    return MULTIPLY_OPERATIONS / min(seconds for row in rows if row.phase == "multiply" for seconds in _turns(row))
+
+
+def _turns(row: Row) -> tuple[float, ...]:
+    return row.turns or ((row.seconds,) if row.seconds else ())
 
 
 def figures(rows: list[Row]) -> list[Figure]:
     """The promised ratios, for every measured size that a promise is made for."""
-    seconds = {(r.tokens, r.phase, r.arm, r.dtype): r.seconds for r in rows if r.peak_mb is None and r.seconds}
-    peaks = {(r.tokens, r.phase, r.arm): r.peak_mb for r in rows if r.peak_mb is not None}
-    found = []
+    found: list[Figure] = []
     for tokens in sorted({r.tokens for r in rows if r.phase == "train" and r.tokens >= 10_000}):
-
-        def took(phase: str, arm: str, dtype: str = "float32", n: int = tokens) -> float:
-            return seconds[n, phase, arm, dtype]
-
-        def ratio(phase: str, dtype: str) -> float:
-            ours = took("prepare", "gated_srp") + took(phase, "gated_srp", dtype)
-            return (took("prepare", "textbook") + took(phase, "textbook")) / ours
-
-        wanted = 20 if tokens < 49_152 else 25
-        found += [
-            Figure(
-                tokens, "prepare, textbook / ours", took("prepare", "textbook") / took("prepare", "gated_srp"), wanted
-            ),
-            Figure(tokens, "prepare + predict, float32", ratio("predict", "float32"), 2.5),
-            Figure(tokens, "prepare + predict, ours bf16", ratio("predict", "bfloat16"), 5),
-            Figure(tokens, "prepare + train, float32", ratio("train", "float32"), 1.7),
-            Figure(tokens, "prepare + train, ours bf16", ratio("train", "bfloat16"), 3),
-            Figure(
-                tokens, "Gated SRP / NA, predict", took("predict", "gated_srp") / took("predict", "na"), 1.05, False
-            ),
-            Figure(tokens, "Gated SRP / NA, train", took("train", "gated_srp") / took("train", "na"), 1.05, False),
-            Figure(
-                tokens,
-                "predict, share of the multiply rate",
-                predict_operations(tokens)
-                / took("predict", "gated_srp")
-                / multiply_rate([r for r in rows if r.tokens == tokens]),
-                0.8,
-            ),
-        ]
-        if (tokens, "train", "na") in peaks:
-            found += _memory_figures(tokens, {key[1:]: mb for key, mb in peaks.items() if key[0] == tokens})
+        here = [row for row in rows if row.tokens == tokens]
+        found += _time_figures(tokens, here)
+        peaks = {(row.phase, row.arm): row.peak_mb for row in here if row.peak_mb is not None}
+        if ("train", "na") in peaks:
+            found += _memory_figures(tokens, peaks)
+    if any(row.phase == "stream" for row in rows):
+        found += full_figures(rows)
     return found
 
 
-def _memory_figures(tokens: int, peaks: dict[tuple[str, str], float]) -> list[Figure]:
+def _time_figures(tokens: int, rows: list[Row]) -> Iterator[Figure]:
+    turns = {(row.phase, row.arm, row.dtype): _turns(row) for row in rows if row.peak_mb is None}
+
+    def pairs(phase: str, arms: tuple[str, str], dtype: str = "float32") -> list[tuple[float, float]]:
+        """Seconds of two arms in the same turn; ``dtype`` is the first one's."""
+        return list(zip(turns[phase, arms[0], dtype], turns[phase, arms[1], "float32"], strict=True))
+
+    def with_preparation(phase: str, dtype: str) -> list[tuple[float, float]]:
+        ours, textbook = (median(turns["prepare", arm, "float32"]) for arm in ("gated_srp", "textbook"))
+        return [(textbook + b, ours + a) for a, b in pairs(phase, ("gated_srp", "textbook"), dtype)]
+
+    yield _ratio(
+        tokens, "prepare, textbook / ours", pairs("prepare", ("textbook", "gated_srp")), 20 if tokens < 49_152 else 25
+    )
+    for phase, plain, half in (("predict", 2.5, 5), ("train", 1.7, 3)):
+        yield _ratio(tokens, f"prepare + {phase}, float32", with_preparation(phase, "float32"), plain)
+        yield _ratio(tokens, f"prepare + {phase}, ours bf16", with_preparation(phase, "bfloat16"), half)
+        both = [(b, a) for a, b in pairs(phase, ("gated_srp", "gated_srp"), "bfloat16")]
+        yield _ratio(tokens, f"{phase}, our float32 / our bf16", both, 1.8)
+        yield _ratio(tokens, f"Gated SRP / NA, {phase}", pairs(phase, ("gated_srp", "na")), 1.05, False)
+    products = predict_operations(tokens) / MULTIPLY_OPERATIONS
+    bare = [products * seconds for seconds in turns["multiply", "machine", "float32"]]
+    share = list(zip(bare, turns["predict", "gated_srp", "float32"], strict=True))
+    yield _ratio(tokens, "share of the multiply rate", share, 0.8)
+
+
+def _memory_figures(tokens: int, peaks: dict[tuple[str, str], float]) -> Iterator[Figure]:
     added = (peaks["train", "gated_srp"] - peaks["train", "na"]) / 3  # gated blocks
     tensor = tokens * 384 * 4 / 2**20
-    return [
-        Figure(
-            tokens,
-            "peak of train, ours / textbook",
-            peaks["train", "gated_srp"] / peaks["train", "textbook"],
-            0.6,
-            False,
-        ),
-        Figure(
-            tokens,
-            "peak of predict, ours / textbook",
-            peaks["predict", "gated_srp"] / peaks["predict", "textbook"],
-            0.6,
-            False,
-        ),
-        Figure(tokens, "a gated block adds to train, of an (L x C)", added / tensor, 0.3, False),
-    ]
+    for phase in ("train", "predict"):
+        ratio = peaks[phase, "gated_srp"] / peaks[phase, "textbook"]
+        yield Figure(tokens, f"peak of {phase}, ours / textbook", ratio, 0.6, False)
+    yield Figure(tokens, "a gated block adds, of L x C", added / tensor, 0.3, False)
 
 
 def full_figures(rows: list[Row]) -> list[Figure]:
     """What only the long benchmark measures: growth of time per patch, the very long slide, the biopsy."""
-    grown = {row.tokens: row.seconds / row.tokens for row in rows if row.phase == "growth" and row.seconds}
+    grown = {row.tokens: [seconds / row.tokens for seconds in _turns(row)] for row in rows if row.phase == "growth"}
     small, large = min(grown), max(grown)
     stream = next(row for row in rows if row.phase == "stream")
     assert stream.peak_mb is not None
-    step = {row.arm: row.seconds for row in rows if (row.tokens, row.phase, row.dtype) == (512, "train", "float32")}
+    step = {row.arm: _turns(row) for row in rows if (row.tokens, row.phase, row.dtype) == (512, "train", "float32")}
+    name = f"time per patch, against {small:,}"
+    biopsy = list(zip(step["textbook"], step["gated_srp"], strict=True))
     return [
-        Figure(large, f"time per patch, against {small:,} patches", grown[large] / grown[small], 1.15, False),
+        _ratio(large, name, list(zip(grown[large], grown[small], strict=True)), 1.15, False),
         Figure(stream.tokens, "peak of prepare + predict, GB", stream.peak_mb / 1024, 20, False),
-        Figure(
-            512, "training steps per second, ours / textbook", (step["textbook"] or 0) / (step["gated_srp"] or 1), 1.3
-        ),
+        _ratio(512, "training steps, ours / textbook", biopsy, 1.3),
     ]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """What `bench --json` wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [Row(**{**row, "turns": tuple(row.get("turns", ()))}) for row in content]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        cure = "Name a file that `gated-srp bench --json FILE` has written."
+        raise UserError(f"cannot be read as measurements ({error})", where=path, cure=cure) from None
+
+
+def fallen(here: list[Figure], base: list[Figure]) -> list[tuple[Figure, Figure]]:
+    """Figures that are worse than those of another run by more than both scatter, each with the other run's."""
+    there = {(one.tokens, one.name): one for one in base}
+    pairs = [(one, there[one.tokens, one.name]) for one in here if (one.tokens, one.name) in there]
+    return [(one, other) for one, other in pairs if one.fell_below(other)]

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ def _precision(dtype: str) -> AbstractContextManager[Any]:
 @dataclass(frozen=True)
 class Row:
     """One measurement. ``arm``: textbook, gated_srp, na, or machine (phase multiply: a bare matrix product).
-    ``dtype``: float32, bfloat16, or what the features are stored in."""
+    ``dtype``: float32, bfloat16, or what the features are stored in. ``turns``: the seconds of each turn, of which ``seconds`` is the
+    median; jobs of one phase took turns, so the same place in two rows is the same moment."""
 
     tokens: int
     phase: str
@@ -120,14 +122,19 @@ class Row:
     dtype: str
     seconds: float | None = None
     peak_mb: float | None = None
+    turns: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: int, phase: str, arm: str, dtype: str, turns: Sequence[float]) -> "Row":
+        return cls(tokens, phase, arm, dtype, seconds=median(turns), turns=tuple(turns))
 
 
-def best_seconds(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dict[Any, float]:
-    """Best of ``repeats`` for every job, the jobs taking turns so that a slow moment of the machine hits them alike.
+def turns_of(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dict[Any, list[float]]:
+    """Seconds of every job in each of ``repeats`` turns, after one to warm up; a slow moment of the machine hits them alike.
 
     Every turn begins one job later: what a job leaves behind, memory above all, must not always meet the same successor.
     """
-    best = dict.fromkeys(jobs, float("inf"))
+    took: dict[Any, list[float]] = {name: [] for name in jobs}
     order = list(jobs)
     for job in jobs.values():
         job()
@@ -136,12 +143,12 @@ def best_seconds(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dic
         for name in order[start_at:] + order[:start_at]:
             start = time.perf_counter()
             jobs[name]()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+            took[name].append(time.perf_counter() - start)
+    return took
 
 
 def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", "predict", "train")) -> list[Row]:
-    """Seconds of textbook, Gated SRP and NA, float32 and bf16, on one slide; bare matrix products take turns with them."""
+    """Seconds of textbook, Gated SRP and NA, ours in bf16 too, on one slide; bare matrix products take turns with them."""
     slide = make_slide(tokens)
     subjects = {arm: make(arm, slide) for arm in ("textbook", "gated_srp", "na")}
     for subject in subjects.values():
@@ -151,17 +158,17 @@ def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", 
     for phase in phases:
         jobs: dict[tuple[str, str], Callable[[], object]] = {}
         for arm, subject in subjects.items():
-            for dtype in ("float32",) if arm == "textbook" or phase == "prepare" else ("float32", "bfloat16"):
+            for dtype in ("float32", "bfloat16") if arm == "gated_srp" and phase != "prepare" else ("float32",):
                 if (arm, phase) != ("na", "prepare"):
                     jobs[arm, dtype] = partial(run_phase, subject, phase, dtype)
         if phase == "predict":
             jobs["machine", "float32"] = _multiplications(products)
         often = 4 * repeats if phase == "prepare" else repeats  # milliseconds need more turns to meet a quiet moment
-        for (arm, dtype), seconds in best_seconds(jobs, often).items():
+        for (arm, dtype), turns in turns_of(jobs, often).items():
             if arm == "machine":
-                rows.append(Row(tokens, "multiply", arm, dtype, seconds=seconds / products))
+                rows.append(Row.of(tokens, "multiply", arm, dtype, [seconds / products for seconds in turns]))
             else:
-                rows.append(Row(tokens, phase, arm, dtype, seconds=seconds))
+                rows.append(Row.of(tokens, phase, arm, dtype, turns))
     return rows
 
 
@@ -203,7 +210,7 @@ def growth(sizes: Iterable[int]) -> list[Row]:
     for subject in subjects.values():
         subject.prepare()
     jobs = {(str(n),): lambda s=s: run_phase(s, "predict", "float32") for n, s in subjects.items()}
-    return [Row(int(n), "growth", "gated_srp", "float32", seconds=s) for (n,), s in best_seconds(jobs, 3).items()]
+    return [Row.of(int(n), "growth", "gated_srp", "float32", turns) for (n,), turns in turns_of(jobs, 3).items()]
 
 
 def measure_peak(tokens: int, phase: str, arm: str, dtype: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from gated_srp.config.reach import OUTSIDE, Reach
-from gated_srp.models import arm_title
+from gated_srp.models import METHOD, arm_title
 from gated_srp.reports.figures import COLOURS, panels, save, tidy
 from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read_plan, read_table
 from gated_srp.study.results import Difference, compare_results
@@ -145,7 +145,7 @@ def simulation_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> 
         marked = int(((here["low"] > 0) | (here["high"] < 0)).sum())
         yield f"\n{marked} of {len(here)} intervals exclude zero; {len(here) / 20:.1f} would by chance.\n"
         if runs == planned and folder is not None:
-            draw_diagram(here, plan, name, folder / f"diagram_{name}")
+            draw_diagram(here, plan, name, folder / f"diagram_{name}")[-1].unlink()  # pages show the SVG
         if (HERE / f"diagram_{name}.svg").is_file():
             yield f"![{diagram['title']}](evidence/diagram_{name}.svg)\n"
 
@@ -185,11 +185,33 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),
             simulated_gates="\n".join(simulated_gates(simulated)),
             primary=_primary(plans[0], real),
+            generated=_generated(plans[1], simulated),
             sign=_sign(simulated),
             follows=_follows(alike),
         )
     )
     return parts
+
+
+def _generated(plan: dict, results: pd.DataFrame) -> str:
+    """What the complete diagrams show of Gated SRP with slow and fast gates, all points together."""
+    done = set(results[KEY].itertuples(index=False, name=None))
+    complete = [
+        name
+        for name in plan["diagrams"]
+        if all(point.key(arm) in done for point in points_of(plan) if point.diagram == name for arm in point.arms)
+    ]
+    found = differences(results, plan)
+    found = found[found["diagram"].isin(complete)]
+    if not len(found):
+        return "On generated cohorts the answer is still open: no diagram is complete."
+    said = []
+    for arm, part in found[found["arm"].str.startswith(METHOD)].groupby("arm", sort=False):
+        up, down = int((part["low"] > 0).sum()), int((part["high"] < 0).sum())
+        span = f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
+        said.append(f"{arm_title(arm)} better at {up}, worse at {down} of {len(part)} points (differences {span})")
+    names = ", ".join(complete)
+    return f"On generated cohorts with a known truth (diagrams complete: {names}), against NA by 95 % intervals: {'; '.join(said)}."
 
 
 def _sign(simulated: pd.DataFrame) -> str:

@@ -213,7 +213,8 @@ def draw_diagram(found: pd.DataFrame, content: Mapping[str, Any], name: str, ste
         return []
     xs, ys = (list(map(str, diagram[axis]["values"])) for axis in ("x", "y"))
     figure, axes = panels(len(arms), width=1.3 * len(xs) + 1.2, height=0.75 * len(ys) + 1.3, most=3)
-    limit = 1.6 * max(0.02, float(here["difference"].abs().max()))  # dark cells would hide their numbers
+    # Dark cells would hide their numbers, and differences of a hundredth must not look like something.
+    limit = max(0.1, 1.6 * float(here["difference"].abs().max()))
     for axis, arm in zip(axes, arms, strict=True):
         grid = [[float("nan")] * len(xs) for _ in ys]
         for row in here[here["arm"] == arm].itertuples():

@@ -92,7 +92,8 @@ def bench(context: typer.Context) -> None:
         )
     from gated_srp_bench.cli import app
 
-    app(context.args, prog_name=context.command_path, standalone_mode=False)
+    if status := app(context.args, prog_name=context.command_path, standalone_mode=False):
+        raise typer.Exit(status)
 
 
 def main() -> None:
