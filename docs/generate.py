@@ -17,7 +17,7 @@ import typer
 from gated_srp.cli import app
 from gated_srp.config.schema import fields, json_schema, meanings
 from gated_srp.models import ARMS, Sizes
-from gated_srp.tasks import TASKS
+from gated_srp.tasks import every_task
 
 DOCS = Path(__file__).resolve().parent
 _MADE = "*This page is made by `docs/generate.py`{}; do not edit it.*"
@@ -36,9 +36,9 @@ def settings_page() -> str:
     for subject, keys in meanings().items():
         rows = [(f"`{key}`", _values(key), _default(key), words) for key, words in keys.items()]
         lines += [f"## {subject}", _table(("key", "values", "default", "meaning"), rows)]
-    recipes = [(f"`{name}`", *(f"{value:g}" for value in _recipe(kind).values())) for name, kind in TASKS.items()]
+    recipes = [(f"`{kind.name}`", *(f"{value:g}" for value in _recipe(kind).values())) for kind in every_task()]
     lines += ["## Recipes", "Defaults of `train`, by task; those of the paper's cohorts are in `config/presets.yaml`."]
-    lines += [_table(("task", *(f"`{key}`" for key in _recipe(next(iter(TASKS.values()))))), recipes)]
+    lines += [_table(("task", *(f"`{key}`" for key in _recipe(every_task()[0]))), recipes)]
     return "\n\n".join(lines) + "\n"
 
 

@@ -35,7 +35,7 @@ from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import doubtful_classes
 from gated_srp.errors import UserError, counted
 from gated_srp.files import write_json, write_whole
-from gated_srp.tasks import TASKS, Task, find_task
+from gated_srp.tasks import TASKS, Task, every_task, find_task
 
 _LOOKED_AT = 24  # files that are opened; `check` opens all
 _FEW = 12  # values that a column of classes has at most
@@ -309,7 +309,10 @@ def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str,
     alone = None if target else _only_classes(frame)
     try:
         named = Columns(target=target[0] if len(target) == 1 else target or alone)
-        columns, task, _ = resolve_columns(frame, named, None, table)
+        plain = [
+            kind.name for kind in every_task() if isinstance(named.target, str) and kind.suits(frame[named.target])
+        ]
+        columns, task, _ = resolve_columns(frame, named, plain[0] if plain else None, table)
         kind = find_task(task)
         order = kind.class_names(frame, columns, table)
     except UserError:
@@ -317,7 +320,8 @@ def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str,
             raise
         _offer_targets(draft, frame)
         return None
-    draft.put("task", task)
+    why = f"{columns.target}: {_examples(frame[named.target])}; as classes: task: classification" if plain else ""
+    draft.put("task", task, why)
     for key in kind.usual:
         column = getattr(columns, key)
         if isinstance(column, tuple):
@@ -335,7 +339,7 @@ def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str,
             draft.offer(
                 "missing", [(doubtful, "missing: leave these rows out"), ([], "classes like the others")], question
             )
-    draft.saw(f"task: {task}")
+    draft.saw(f"task: {task}{f' ({why})' if why else ''}")
     return task
 
 
@@ -349,6 +353,13 @@ def _offer_targets(draft: Draft, frame: pd.DataFrame) -> None:
     draft.say("CHOOSE: what is to be predicted? Remove the # of one line for classes:")
     for name in [*usual, *classes] or ["label"]:
         draft.suggest("target", name, _examples(frame[name]) if name in frame else "")
+    for kind in every_task():
+        numbers = [name for name in frame.columns if name not in known and kind.suits(frame[name])]
+        if numbers:
+            draft.say(f"or of two lines for {kind.subject} per slide:")
+            draft.suggest("task", kind.name)
+        for name in numbers[:_FEW]:
+            draft.suggest("target", name, _examples(frame[name]))
     if not (times or status):
         draft.say(
             "For survival write `time: COLUMN`, and `event: COLUMN` (1 = seen) or `censorship: COLUMN` (1 = censored)."

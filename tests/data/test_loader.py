@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gated_srp.config import load_config
-from gated_srp.config.cohort import slide_dataset
 from gated_srp.data import BagCache, BagError, BagLoader, Preparation, SlideDataset, prepare, read_bag
 from gated_srp.data.prepared import capped_rows, kept_rows
 from gated_srp.errors import UserError
 from gated_srp.srp.graph import PatchGraph
+from gated_srp.training.inputs import slide_dataset
 
 POSITIONS = st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=1, max_size=40)
 

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import pandas as pd
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from torch import Tensor
 
 from gated_srp.data.columns import Columns
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
-from gated_srp.data.loader import SlideDataset
 from gated_srp.data.matching import Matches, match_features, several_files
 from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, check_fold, k_folds, own_split, site_folds
@@ -107,6 +105,7 @@ class TrainConfig(_Section):
     checkpointing: bool = False
     only: Literal["gate"] | None = None
     workers: int = Field(default=1, ge=0, le=1024)
+    loss: str | None = None  # of those that the task has; None: its first
     log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_tupled)] = ()
 
     def epoch_bags(self, bags: int) -> int:
@@ -388,13 +387,3 @@ def preparation(config: CohortConfig) -> Preparation:
         images = ImageGrid(config.images.size, config.images.patch)
     same = {key: getattr(config, key) for key in ("window", "lattice", "order", "cap")}
     return Preparation(**config.reading, **same, dtype=config.cache.dtype, images=images)
-
-
-def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
-    """The bags of these slides (as `CohortData.slides` gives them), with the settings and the cache of a cohort."""
-    cache = None
-    if config.cache.folder:
-        from gated_srp.data.cache import BagCache
-
-        cache = BagCache(config.cache.folder)
-    return SlideDataset(slides, preparation(config), targets=targets, cache=cache)

@@ -175,9 +175,14 @@ def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -
 
 
 def draw_curves(folder: Path, cohort: str, rows: Runs, *, mark: str = "") -> list[Path]:
-    """The figures that a cohort's task has: survival curves, or ROC, precision-recall and reliability."""
+    """The figures that a cohort's task has: survival curves, ROC, precision-recall and reliability, or a scatter of values."""
     settings = next(iter(rows.values()))[0].settings
-    draw = {"kaplan_meier": draw_kaplan_meier, "roc": draw_roc, "reliability": draw_reliability}
+    draw = {
+        "kaplan_meier": draw_kaplan_meier,
+        "roc": draw_roc,
+        "reliability": draw_reliability,
+        "scatter": draw_scatter,
+    }
     written: list[Path] = []
     for figure in find_task(settings["task"]).figures:
         written += draw[figure](rows, folder / f"{figure}_{cohort}", cohort=cohort, mark=mark)
@@ -291,4 +296,30 @@ def draw_reliability(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> 
         tidy(axis, x="confidence", y="accuracy (bars: share of slides)", title=arm_title(row))
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     title = f"{short(cohort)}: reliability on test slides (bins of at least {_ENOUGH})"
+    return save(figure, stem, title=title, mark=mark)
+
+
+def draw_scatter(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
+    """Predicted over true values, a marker per seed, on equal axes with the line on which both agree."""
+    figure, axes = panels(len(rows), width=3.6, height=3.6)
+    kind = find_task(next(iter(rows.values()))[0].settings["task"])
+    tables = {row: [_predictions(run) for run in runs] for row, runs in rows.items()}
+    values = np.concatenate(
+        [table[["value", "predicted_value"]].to_numpy().ravel() for own in tables.values() for table in own]
+    )
+    margin = 0.05 * (float(np.ptp(values)) or 1.0)
+    ends = (float(values.min()) - margin, float(values.max()) + margin)
+    for axis, (row, own) in zip(axes, tables.items(), strict=True):
+        for place, table in enumerate(own):
+            look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "color": COLOURS[place % len(COLOURS)]}
+            axis.scatter(table["value"], table["predicted_value"], s=16, alpha=0.6, linewidths=0, **look)
+        axis.plot(ends, ends, color="#888888", linewidth=0.8, linestyle=":")
+        scores = pd.DataFrame([kind.metrics_of(table) for table in own]).mean()
+        named = ", ".join(f"{metric_name(str(name))} {value:.3g}" for name, value in scores.items())
+        tidy(axis, x="true value", y="predicted value", title=f"{arm_title(row)}\n{named}")
+        axis.set(xlim=ends, ylim=ends, aspect="equal")
+    count = len(next(iter(rows.values())))
+    title = (
+        f"{short(cohort)}: test part, {'a marker per seed, scores are means over them' if count > 1 else 'one seed'}"
+    )
     return save(figure, stem, title=title, mark=mark)

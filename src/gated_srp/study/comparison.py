@@ -277,9 +277,9 @@ def _with_bootstrap(comparison: Comparison, pairs: Callable[[str, str], list[Pai
 
 def metrics_of(predictions: pd.DataFrame) -> Mapping[str, float]:
     """The metrics that a labelled table of predictions gives by itself; its columns tell the task."""
-    from gated_srp.tasks import TASKS
+    from gated_srp.tasks import every_task
 
-    for kind in TASKS.values():
+    for kind in every_task():
         if (found := kind.metrics_of(predictions)) is not None:
             return found
     raise UserError(f"predictions with the columns {', '.join(map(str, predictions))} are of no known task.")

@@ -26,6 +26,7 @@ LOWER_IS_BETTER = frozenset(
         "calibrated_brier",
         "calibrated_calibration_error",
         "loss",
+        "mae",
         "peak_reserved_gib",
     }
 )

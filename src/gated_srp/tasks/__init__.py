@@ -1,11 +1,11 @@
 """Tasks: what a model's logits mean, and everything else that differs between the kinds of tasks.
 
-A new kind is a subclass of `Task` and one line: ``TASKS["regression"] = Regression`` in your own code, or an entry point of the group
+A new kind is a subclass of `Task` and one line: ``TASKS["fraction"] = Fraction`` in your own code, or an entry point of the group
 ``gated_srp.tasks`` in an installed package, which every command then knows by its name.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from gated_srp.errors import UserError
@@ -21,6 +21,7 @@ __all__ = [
     "Recipe",
     "Survival",
     "Task",
+    "every_task",
     "find_task",
     "fit_temperature",
     "named_task",
@@ -29,12 +30,20 @@ __all__ = [
     "task_names",
 ]
 
+_GROUP = "gated_srp.tasks"  # of entry points
 TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Classification, Survival, Multilabel)}
+# Ours that are chosen by name alone, loaded when they are: no column says of itself that it is one of them.
+_BY_NAME = (EntryPoint("regression", "gated_srp.tasks.regression:Regression", _GROUP),)
 
 
 def task_names() -> tuple[str, ...]:
-    """Every task that can be named: those of `TASKS` and of installed packages."""
-    return tuple(dict.fromkeys([*TASKS, *(point.name for point in entry_points(group="gated_srp.tasks"))]))
+    """Every task that can be named: ours, those of `TASKS` and of installed packages."""
+    return tuple(dict.fromkeys([*TASKS, *(point.name for point in (*_BY_NAME, *entry_points(group=_GROUP)))]))
+
+
+def every_task() -> tuple[type[Task], ...]:
+    """Our tasks, and those that were added to `TASKS`."""
+    return tuple(map(find_task, dict.fromkeys([*TASKS, *(point.name for point in _BY_NAME)])))
 
 
 def find_task(name: str | None) -> type[Task]:
@@ -45,7 +54,8 @@ def find_task(name: str | None) -> type[Task]:
     """
     name = name or Classification.name
     if name not in TASKS:
-        for point in entry_points(group="gated_srp.tasks", name=name):
+        own = [point for point in _BY_NAME if point.name == name]
+        for point in own or entry_points(group=_GROUP, name=name):
             TASKS[name] = point.load()
     if name not in TASKS:
         raise UserError(f"no task is called {name!r}; expected one of {', '.join(task_names())}")

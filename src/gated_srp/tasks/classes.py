@@ -145,6 +145,9 @@ class Classification(NamedOutputs):
         counts = cls.tally(frame, classes)["classes"]
         balance = ", ".join(f"{count} of {name!r}" for name, count in counts.items())
         notes = [Note("note", "labels", f"slides by {columns.target}: {balance}")]
+        if len(classes) > 12 and all(name.lstrip("-").replace(".", "", 1).isdecimal() for name in classes):
+            said = f"{len(classes)} different numbers in {columns.target!r} are taken for classes"
+            notes.append(Note("warning", "numbers", said, cure="For a number per slide write `task: regression`."))
         return notes
 
     @classmethod
@@ -172,13 +175,10 @@ class Classification(NamedOutputs):
         absent = [name for i, name in enumerate(classes) if not (frame["label"] == i).any()]
         if not absent:
             return
-        said = f"no usable slide of class {', '.join(absent)} in {part}"
-        if part != "train":
-            yield Note("warning", "split", said)
-        elif len(classes) - len(absent) < 2:
-            yield Note("error", "split", f"{said}: there is nothing to learn")
-        else:
-            yield Note("warning", "split", f"{said}: it cannot be learnt")
+        nothing = part == "train" and len(classes) - len(absent) < 2
+        why = "" if part != "train" else ": there is nothing to learn" if nothing else ": it cannot be learnt"
+        said = f"no usable slide of class {', '.join(absent)} in {part}{why}"
+        yield Note("error" if nothing else "warning", "split", said)
 
     @classmethod
     def fit(cls, training: pd.DataFrame, classes: tuple[str, ...] = (), metric: str | None = None) -> Self:
@@ -186,7 +186,7 @@ class Classification(NamedOutputs):
 
     @classmethod
     def from_card(cls, card: Mapping[str, Any]) -> Self:
-        return cls(tuple(card["classes"]), select=card.get("select", cls.selects[0]))
+        return cls(tuple(card["classes"]), card.get("select", cls.selects[0]))
 
     def encode(self, table: pd.DataFrame) -> Tensor:
         """Class numbers, (B,), of the column ``label``: whole numbers are class numbers, text is class names."""
@@ -202,11 +202,11 @@ class Classification(NamedOutputs):
         """Mean cross entropy of (B, C) logits and (B,) class numbers."""
         from torch.nn import functional as F
 
-        return F.cross_entropy(base.full_precision(logits).reshape(-1, self.num_outputs), target.reshape(-1))
+        return F.cross_entropy(scores.full_precision(logits).reshape(-1, self.num_outputs), target.reshape(-1))
 
     def predict(self, logits: Tensor) -> Columns:
         """Softmax in double precision, and the name of the likeliest class."""
-        values = base.as_numpy(logits)  # (B, C)
+        values = scores.as_numpy(logits)  # (B, C)
         weight = np.exp(values - values.max(1, keepdims=True))
         probability = weight / weight.sum(1, keepdims=True)
         columns = dict(zip(self._probabilities, probability.T, strict=True))
@@ -218,10 +218,8 @@ class Classification(NamedOutputs):
         return cases
 
     def metrics(self, predictions: pd.DataFrame) -> Metrics:
-        """Macro F1 counts an absent class as 0; macro AUC is one-vs-rest and undefined when a class is absent.
-        Balanced accuracy is the mean recall of the classes present. Brier sums over classes (0 best, 2 worst). Where there are
-        calibrated probabilities, they have a calibration error and a Brier score of their own; all else is of the raw ones.
-        """
+        """Macro F1 counts an absent class as 0; macro AUC is one-vs-rest and undefined when a class is absent. Balanced accuracy
+        is the mean recall of the classes present. Brier sums over classes (0 best, 2 worst); calibrated probabilities have their own."""
         target = self._index(predictions["label"])
         probability = predictions[self._probabilities].to_numpy(np.float64)  # (B, C)
         if not len(target):
@@ -239,8 +237,8 @@ class Classification(NamedOutputs):
 
     @classmethod
     def headline(cls, predictions: pd.DataFrame) -> tuple[str, list[float]]:
-        rows = predictions.to_dict("records")
-        return "Probability of the true class", [row.get(f"prob_{row['label']}", math.nan) for row in rows]
+        found = [row.get(f"prob_{row['label']}", math.nan) for row in predictions.to_dict("records")]
+        return "Probability of the true class", found
 
     @classmethod
     def member_numbers(cls, tasks: Sequence[Task], logits: Sequence[Tensor]) -> list[Columns]:
@@ -313,10 +311,12 @@ class Multilabel(NamedOutputs):
         """One column of 0 and 1 per label."""
         import pandas as pd
 
+        from gated_srp.tasks.events import read_flags  # not above: classes do without
+
         names = tuple(columns.target or ())
         if clash := {"slide", "case", "site", "row"} & set(names):
             raise UserError(f"a label may not be called {clash.pop()!r}; rename the column.", where=where)
-        return Labels(pd.DataFrame({name: base.read_flags(frame[name], where) for name in names}), names)
+        return Labels(pd.DataFrame({name: read_flags(frame[name], where) for name in names}), names)
 
     @classmethod
     def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
@@ -360,14 +360,14 @@ class Multilabel(NamedOutputs):
         """Mean over bags and labels of the binary cross entropy with logits."""
         from torch.nn import functional as F
 
-        logits = base.full_precision(logits)
+        logits = scores.full_precision(logits)
         return F.binary_cross_entropy_with_logits(logits, target.reshape(logits.shape).to(logits))
 
     def predict(self, logits: Tensor) -> Columns:
         """Sigmoid, in double precision: then a probability of at least 0.5 is a logit of at least 0."""
         from scipy.special import expit
 
-        probability = expit(base.as_numpy(logits))  # (B, C)
+        probability = expit(scores.as_numpy(logits))  # (B, C)
         return dict(zip(self._probabilities, probability.T, strict=True))
 
     def metrics(self, predictions: pd.DataFrame) -> Metrics:

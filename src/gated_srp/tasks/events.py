@@ -14,6 +14,8 @@ from gated_srp.tasks.task import Cells, Header, Labels
 if TYPE_CHECKING:
     import pandas as pd
 
+# What a cell of a yes/no column says; survival reads a column of events with the same words.
+FLAGS = {"1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0}
 # What a word says of the event by itself, whatever the column is called; cBioPortal writes "0:LIVING" and "1:DECEASED".
 _FATES = {
     **dict.fromkeys(("dead", "deceased", "died", "event", "uncensored", "verstorben"), 1.0),
@@ -32,6 +34,13 @@ _MEANS_EVENT = re.compile(r"event|death|dead|died|decease|vital")
 _MANY, _FEW, _ENOUGH = 0.75, 0.03, 20  # shares of events that are doubted, and patients from which on
 _DEATH = ("days_to_death", "death_days_to")
 _CONTACT = ("days_to_last_follow_up", "days_to_last_followup", "days_to_last_contact", "last_contact_days_to")
+
+
+def read_flags(cells: Cells, where: Path) -> Cells:
+    """A yes/no label as 1 / 0, missing where empty."""
+    words = cells.map(lambda cell: cell.casefold(), na_action="ignore")
+    base.refuse_unreadable(cells, words.notna() & ~words.isin(list(FLAGS)), where, "0, 1, yes/no, true/false")
+    return words.map(FLAGS).astype(float)
 
 
 def two_times(header: Header) -> tuple[str, ...]:
@@ -63,9 +72,9 @@ def read_follow_up(frame: pd.DataFrame, columns: Any, where: Path) -> Labels:
 def read_events(cells: Cells, where: Path, *, censorship: bool) -> Cells:
     """1 = the event was seen, 0 = censored, missing where empty. ``censorship``: the column says 1 for censored."""
     if censorship:
-        meaning: Mapping[str, float] = {word: 1 - flag for word, flag in base.FLAGS.items()} | _FATES
+        meaning: Mapping[str, float] = {word: 1 - flag for word, flag in FLAGS.items()} | _FATES
     else:
-        meaning = base.FLAGS | _FATES | _CODED_FATES
+        meaning = FLAGS | _FATES | _CODED_FATES
     words = cells.map(lambda cell: re.sub(r"\s*:\s*", ":", cell.casefold()), na_action="ignore")
     expected = "0, 1, dead/alive, deceased/living, 1:DECEASED/0:LIVING, yes/no, true/false, event/censored"
     base.refuse_unreadable(cells, words.notna() & ~words.isin(list(meaning)), where, expected)
@@ -74,7 +83,7 @@ def read_events(cells: Cells, where: Path, *, censorship: bool) -> Cells:
 
 def _doubts(columns: Any, cells: Cells, event: Cells) -> Iterator[Note]:
     """What speaks against the reading of 0 and 1; a word (dead, alive) leaves no doubt. Nothing is turned round here."""
-    if not set(cells.dropna().str.casefold()) <= set(base.FLAGS) or event.empty:
+    if not set(cells.dropna().str.casefold()) <= set(FLAGS) or event.empty:
         return
     key, other = ("censorship", "event") if columns.censorship else ("event", "censorship")
     name, share = str(cells.name), float(event.mean())

@@ -32,6 +32,22 @@ Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
 
 
+def full_precision(logits: Tensor) -> Tensor:
+    """Half precision to single; double stays. Losses are never computed in less."""
+    import torch
+
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def as_numpy(logits: Tensor) -> NDArray[np.float64]:
+    """Logits for prediction columns, in double precision.
+
+    What follows is computed by numpy and scipy, since torch's sigmoid rounds equal inputs differently in a vector's
+    tail: slides with equal logits must have equal, that is tied, predictions.
+    """
+    return np.asarray(logits.detach().cpu().double())
+
+
 def roc_auc(score: Floats, positive: Bools) -> float:
     """Area under the ROC curve, ties counted half; undefined without both a positive and a negative.
 

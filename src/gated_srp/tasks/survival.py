@@ -237,7 +237,7 @@ class Survival(Task):
         """
         import torch
 
-        logits = base.full_precision(logits).reshape(-1, BINS)
+        logits = scores.full_precision(logits).reshape(-1, BINS)
         place, event = target.reshape(-1, 2).to(logits.device).unbind(1)
         log_hazard, log_survival = _log_hazard(logits), _log_hazard(-logits)  # 1 - sigmoid(x) = sigmoid(-x)
         before = torch.arange(BINS, device=logits.device) < place[:, None]  # (B, K)
@@ -249,7 +249,7 @@ class Survival(Task):
         """Survival curve, and risk = minus its sum (larger: earlier event)."""
         from scipy.special import expit
 
-        hazard = np.clip(expit(base.as_numpy(logits)), SMALLEST, 1 - SMALLEST)
+        hazard = np.clip(expit(scores.as_numpy(logits)), SMALLEST, 1 - SMALLEST)
         curve = np.cumprod(1 - hazard, axis=1)[:, : len(self.edges) + 1]  # (B, bins); the last bin has no end
         return {"risk": -curve.sum(1), **dict(zip(self._curve, curve.T[:-1], strict=True))}
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from gated_srp.errors import Note, UserError
@@ -34,8 +33,6 @@ Cells: TypeAlias = "pd.Series[Any]"  # of one column of a user's table
 Matched: TypeAlias = "tuple[pd.DataFrame, tuple[Note, ...]]"
 
 SCARCE = 10  # slides of a class, or events, below which a result says little
-# What a cell of a yes/no column says; survival reads a column of events with the same words.
-FLAGS = {"1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0, "yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0}
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,7 @@ class Task(ABC):
     real: ClassVar[tuple[str, ...]] = ()  # label columns that hold real numbers; all others hold whole ones
     one_truth_per_case: ClassVar[bool] = False  # whether rows of one patient must agree
     hold_out: ClassVar[Literal["shuffled", "dealt"]] = "shuffled"  # see ``data.splits.rules``
+    losses: ClassVar[tuple[str, ...]] = ()  # what ``train.loss`` may name; the first is the default
     calibrates: ClassVar[bool] = False  # whether logits may be divided by a fitted temperature before `predict`
     judges_training: ClassVar[bool] = False  # whether `training_facts` needs predictions of the training cases
 
@@ -123,6 +121,11 @@ class Task(ABC):
     @classmethod
     def seen_in(cls, header: Header) -> bool:
         """Whether the usual columns of this task are in a table of which nothing was said."""
+        return False
+
+    @classmethod
+    def suits(cls, cells: Cells) -> bool:
+        """Whether a column is plainly of this kind, although it might be read as another: asked by `init`."""
         return False
 
     @classmethod
@@ -178,6 +181,15 @@ class Task(ABC):
     @abstractmethod
     def fit(cls, training: pd.DataFrame, classes: tuple[str, ...] = (), metric: str | None = None) -> Self:
         """The task of a cohort; what must be learnt from data (time bins) comes from the ``training`` rows alone."""
+
+    def with_loss(self, training: pd.DataFrame, *, loss: str | None = None, class_weights: Any = None) -> Self:
+        """The task with what ``train`` asks for, one of its ``losses`` or weights of its classes; what it has not is refused."""
+        if class_weights is not None:
+            raise UserError(f"{self.name} has no classes", where="train.class_weights", cure="Leave it out.")
+        if loss is not None and loss not in self.losses:
+            expected = f"expected {' or '.join(self.losses)}" if self.losses else f"{self.name} has one loss"
+            raise UserError(f"{loss!r}; {expected}", where="train.loss", cure="Correct it, or leave it out.")
+        return self
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
@@ -341,20 +353,16 @@ def read_classes(cells: Cells, classes: Sequence[str] | None, where: Path) -> tu
     found = sorted(set(named), key=int if numeric else None)
     if classes is None and len(found) > 20 and len(found) > len(named) / 2:
         said = f"column {cells.name!r} holds {len(found)} different values in {len(named)} rows: no classes"
-        raise UserError(said, where=where, cure="Name the label column with `target`, or list `classes`.")
+        cure = (
+            "Name the label column with `target`, or list `classes`; for a number per slide write `task: regression`."
+        )
+        raise UserError(said, where=where, cure=cure)
     order = tuple(map(str, classes)) if classes is not None else tuple(found)
     absent = [name for name in order if name not in found]
     if absent or not order:
         said = f"no row of class {', '.join(absent) or '(any)'} in column {cells.name!r}. Found: {', '.join(found)}"
         raise UserError(said, where=where, cure="Correct `classes` or `target`.")
     return cells.map({name: i for i, name in enumerate(order)}), order
-
-
-def read_flags(cells: Cells, where: Path) -> Cells:
-    """A yes/no label as 1 / 0, missing where empty."""
-    words = cells.map(lambda cell: cell.casefold(), na_action="ignore")
-    refuse_unreadable(cells, words.notna() & ~words.isin(list(FLAGS)), where, "0, 1, yes/no, true/false")
-    return words.map(FLAGS).astype(float)
 
 
 def read_numbers(cells: Cells, where: Path) -> Cells:
@@ -379,19 +387,3 @@ def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expecte
         said = f"column {cells.name!r} holds {wrong.sum()} values that cannot be read ({rows}). Expected {expected}"
         cure = "Correct the cells, list words for an empty one as `missing`, or name another column in the config."
         raise UserError(said, where=where, cure=cure)
-
-
-def full_precision(logits: Tensor) -> Tensor:
-    """Half precision to single; double stays. Losses are never computed in less."""
-    import torch
-
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def as_numpy(logits: Tensor) -> NDArray[np.float64]:
-    """Logits for prediction columns, in double precision.
-
-    What follows is computed by numpy and scipy, since torch's sigmoid rounds equal inputs differently in a vector's
-    tail: slides with equal logits must have equal, that is tied, predictions.
-    """
-    return np.asarray(logits.detach().cpu().double())

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, slide_dataset
+from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, preparation
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.prepared import Preparation, files_of, identify, open_header
 from gated_srp.data.splits import Split
@@ -83,7 +83,9 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     split = data.split(seed, fold)
     slides = data.with_parts(split)
     lacking = _check_parts(slides, split, data)
-    task = data.table.kind.fit(slides[slides["part"] == "train"], data.table.classes, config.metric)
+    training = slides[slides["part"] == "train"]
+    task = data.table.kind.fit(training, data.table.classes, config.metric)
+    task = task.with_loss(training, loss=config.train.loss)
     bags = slide_dataset(config, slides, task.encode(slides))
     inputs = TrainingData(slides, split, task, bags, config.score, (*data.notes, *split.notes, *lacking))
     if config.score == "case" and inputs.mixed_truth(slides):
@@ -93,6 +95,16 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
             cure="Set `score: slide`, or correct the table.",
         )
     return inputs
+
+
+def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
+    """The bags of these slides (as `CohortData.slides` gives them), with the settings and the cache of a cohort."""
+    cache = None
+    if config.cache.folder:
+        from gated_srp.data.cache import BagCache
+
+        cache = BagCache(config.cache.folder)
+    return SlideDataset(slides, preparation(config), targets=targets, cache=cache)
 
 
 def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> list[Note]:

@@ -42,6 +42,7 @@ _CAPTIONS = {
     "kaplan_meier": "Survival of test patients by predicted risk",
     "roc": "ROC and precision-recall on test slides",
     "reliability": "Calibration on test slides",
+    "scatter": "Predicted and true values of the test part",
     "redundancy": "How similar neighbouring patches are",
     "history": "Loss and score by epoch",
     "signed_gate": "Geometry of the signed gate",
