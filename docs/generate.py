@@ -63,6 +63,8 @@ def _in_words(option: dict[str, Any]) -> str:
         return f"`{option['const']}`"
     if "properties" in option:
         return "settings"
+    if "additionalProperties" in option:
+        return "`{name: value}`"
     if option["type"] == "array":
         return "list"
     bounds = [f"{sign} {option[name]:g}" for name, sign in _BOUNDS.items() if name in option]

@@ -106,6 +106,8 @@ class TrainConfig(_Section):
     only: Literal["gate"] | None = None
     workers: int = Field(default=1, ge=0, le=1024)
     loss: str | None = None  # of those that the task has; None: its first
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = None
+    sampling: Literal["balanced"] | None = None
     log: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(_tupled)] = ()
 
     def epoch_bags(self, bags: int) -> int:

@@ -21,7 +21,7 @@ from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import arm_settings, find_arm
-from gated_srp.training.folder import RunFolder, settings_of
+from gated_srp.training.folder import RunFolder, departures, settings_of
 from gated_srp.training.inputs import fingerprints, refuse_other_files
 
 QUICK_EPOCHS = 5  # a quick study trains a fifth of the epochs
@@ -228,6 +228,10 @@ def run_notes(cells: Iterable[Cell]) -> tuple[str, ...]:
             f"in {len(tied)} of {counted(len(done), 'run')} the kept epoch tied with others on validation, e.g. {first} with "
             f"{ties['epochs']} epochs in all (select.ties: {ties['rule']})"
         )
+    asked = {cell: departures(cell.run.settings) for cell, _ in done}
+    for words in dict.fromkeys(line for lines in asked.values() for line in lines):
+        rows = dict.fromkeys(cell.row for cell, lines in asked.items() if words in lines)
+        notes.append(words if all(words in lines for lines in asked.values()) else f"{', '.join(rows)}: {words}")
     said: dict[tuple[str, str, str], list[str]] = {}
     for cell, found in done:
         for metric, remark in ((found.get("remarks") or {}).get("test") or {}).items():

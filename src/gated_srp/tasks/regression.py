@@ -132,7 +132,7 @@ class Regression(Task):
             raise UserError("the training slides have one value only", where="regression", cure=cure)
         return cls(float(values.mean()), std, select=cls.checked_metric(metric))
 
-    def with_loss(self, training: pd.DataFrame, *, loss: str | None = None, class_weights: Any = None) -> Regression:
+    def with_loss(self, training: pd.DataFrame, *, loss: str | None = None, class_weights: Any = None) -> Task:
         super().with_loss(training, loss=loss, class_weights=class_weights)
         return replace(self, objective=loss or self.objective)
 

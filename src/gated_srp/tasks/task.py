@@ -182,14 +182,16 @@ class Task(ABC):
     def fit(cls, training: pd.DataFrame, classes: tuple[str, ...] = (), metric: str | None = None) -> Self:
         """The task of a cohort; what must be learnt from data (time bins) comes from the ``training`` rows alone."""
 
-    def with_loss(self, training: pd.DataFrame, *, loss: str | None = None, class_weights: Any = None) -> Self:
+    def with_loss(self, training: pd.DataFrame, *, loss: str | None = None, class_weights: Any = None) -> Task:
         """The task with what ``train`` asks for, one of its ``losses`` or weights of its classes; what it has not is refused."""
-        if class_weights is not None:
-            raise UserError(f"{self.name} has no classes", where="train.class_weights", cure="Leave it out.")
         if loss is not None and loss not in self.losses:
             expected = f"expected {' or '.join(self.losses)}" if self.losses else f"{self.name} has one loss"
             raise UserError(f"{loss!r}; {expected}", where="train.loss", cure="Correct it, or leave it out.")
-        return self
+        if class_weights is None:
+            return self
+        from gated_srp.tasks.imbalance import weighted  # not above: rarely asked for
+
+        return weighted(self, training, class_weights)
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
@@ -231,6 +233,10 @@ class Task(ABC):
     @abstractmethod
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean loss of (B, K) logits and (B, ...) targets; one bag may come without its batch dimension."""
+
+    def training_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """What is minimised; `loss`, which validation and calibration use, unless classes are weighted."""
+        return self.loss(logits, target)
 
     @abstractmethod
     def predict(self, logits: Tensor) -> Columns:

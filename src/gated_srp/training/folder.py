@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -290,6 +291,25 @@ def differences(there: Any, asked: Any, name: str = "") -> list[str]:
     if name == "encoder" and there and asked:
         same = may_be_same(there, asked)  # the folder may have the old name of several
     return [] if same else [f"{name} {there}, asked {asked}"]
+
+
+def departures(settings: Mapping[str, Any], card: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Settings of a run that change what is learnt from the slides, where they are not as in the paper, in words for people.
+
+    >>> departures({"train": {"class_weights": "balanced", "sampling": None}}, {"class_weights": {"benign": 0.6, "tumour": 3}})
+    ['classes are weighted in the training loss (balanced): benign 0.6, tumour 3']
+    """
+    train, found = settings.get("train") or {}, []
+    if asked := train.get("class_weights"):
+        how = " (balanced)" if isinstance(asked, str) else ""
+        weights = card.get("class_weights") or (asked if isinstance(asked, Mapping) else {})
+        listed = ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items())
+        found.append(f"classes are weighted in the training loss{how}{f': {listed}' if listed else ''}")
+    if train.get("sampling"):
+        found.append("training slides are drawn with replacement, every class equally often")
+    if train.get("loss"):
+        found.append(f"training loss: {train['loss']}")
+    return found
 
 
 def defined(content: Any) -> Any:

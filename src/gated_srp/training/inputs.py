@@ -42,6 +42,7 @@ class TrainingData:
     bags: SlideDataset
     score: Level  # what selects and is reported: slides, or cases
     notes: tuple[Note, ...] = ()
+    sampling: Tensor | None = None  # how likely each training bag is drawn, (training bags,); None: each is seen once
 
     @property
     def hash(self) -> str:
@@ -85,9 +86,11 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     lacking = _check_parts(slides, split, data)
     training = slides[slides["part"] == "train"]
     task = data.table.kind.fit(training, data.table.classes, config.metric)
-    task = task.with_loss(training, loss=config.train.loss)
+    task = task.with_loss(training, loss=config.train.loss, class_weights=config.train.class_weights)
     bags = slide_dataset(config, slides, task.encode(slides))
-    inputs = TrainingData(slides, split, task, bags, config.score, (*data.notes, *split.notes, *lacking))
+    notes = (*data.notes, *split.notes, *lacking)
+    sampling = _sampling(task, training) if config.train.sampling else None
+    inputs = TrainingData(slides, split, task, bags, config.score, notes, sampling)
     if config.score == "case" and inputs.mixed_truth(slides):
         truth = " or ".join(task.truth)
         raise UserError(
@@ -95,6 +98,12 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
             cure="Set `score: slide`, or correct the table.",
         )
     return inputs
+
+
+def _sampling(task: Task, training: pd.DataFrame) -> Tensor:
+    from gated_srp.tasks.imbalance import sampling_weights  # not above: rarely asked for
+
+    return torch.from_numpy(sampling_weights(task, training))
 
 
 def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:

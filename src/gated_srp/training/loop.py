@@ -1,7 +1,7 @@
 """The training loop: the only one. One bag per step (of images: a mini-batch), exact windows of accumulated gradients, the best epoch
 on validation.
 
-Randomness comes from named streams alone (order of bags: seed and epoch; drop path and augmentation: seed, epoch and slide), so a
+Randomness comes from named streams alone (order of bags, or which are drawn: seed and epoch; drop path and augmentation: seed, epoch and slide), so a
 training can be left at the end of any window and taken up again without a difference. N ranks share the bags of each window and sum their
 gradients once, so that they compute what one rank computes.
 
@@ -57,6 +57,7 @@ class Training:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     best: dict[str, Tensor] | None = None
     ties: str = "first"  # which of equally good epochs is kept: the first, or the one of the lowest validation ``loss``
+    sampling: Tensor | None = None  # how likely each training row is drawn, (rows,); None: each is seen once
     stepping: bool = False  # weights and progress do not agree just now
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ def train_epoch(training: Training, rows: Sequence[int], callbacks: Callbacks) -
     size = settings.accumulation * settings.batch_size
     kept = settings.epoch_bags(len(rows))
     total = settings.steps(len(rows))
-    order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows))][:kept]
+    order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows), training.sampling)][:kept]
     windows = [order[start : start + size] for start in range(progress.bags, len(order), size)]
     mine = [row for window in windows for row in window[ranks.rank :: ranks.count]]
     bags = training.loader.epoch(mine, (training.seed, progress.epoch))
@@ -174,7 +175,7 @@ def training_step(training: Training, batch: Sequence[SlideBag]) -> Tensor:
             features.to(device, non_blocking=True),
             graph.to(device),
             target.to(device),
-            loss=training.task.loss,
+            loss=training.task.training_loss,
             keep=keep,
         )
 
@@ -251,8 +252,14 @@ def predict_logits(
     return logits.cpu()
 
 
-def bag_order(seed: int, epoch: int, bags: int) -> list[int]:
-    """The order of the bags in an epoch (from 0): a stream of seed and epoch, the same for every arm."""
+def bag_order(seed: int, epoch: int, bags: int, sampling: Tensor | None = None) -> list[int]:
+    """The order of the bags in an epoch (from 0): a stream of seed and epoch, the same for every arm.
+
+    With ``sampling``, (bags,), as many are drawn with replacement, each as likely as it says, from a stream of its own.
+    """
+    if sampling is not None:
+        drawn: list[int] = torch.multinomial(sampling, bags, True, generator=stream(seed, f"sampling/{epoch}")).tolist()
+        return drawn
     order: list[int] = torch.randperm(bags, generator=stream(seed, f"order/{epoch}")).tolist()
     return order
 

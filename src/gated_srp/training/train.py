@@ -22,7 +22,7 @@ from gated_srp.errors import UserError, counted
 from gated_srp.models import ARMS, SlideModel, build_model
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
-from gated_srp.training.folder import RunFolder, environment, settings_of, versions
+from gated_srp.training.folder import RunFolder, departures, environment, settings_of, versions
 from gated_srp.training.inputs import TrainingData, check_files, fingerprints, load_inputs, refuse_other_inputs
 from gated_srp.training.loop import Training, fit, memory_error
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
@@ -165,6 +165,8 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
         reach = gate_reach(job.config, len(inputs.rows("train")), job.arm)
         for note in (*inputs.notes, *([reach.note(job.arm)] if reach else [])):
             callbacks.say(note.line)
+        for line in departures(job.settings, inputs.task.card()):
+            callbacks.say(line)
     with BagLoader(inputs.bags, workers=job.config.train.workers) as loader:
         for line in loader.notes:
             callbacks.say(line)
@@ -220,9 +222,8 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
             callbacks.say(line)
     if train.only == "gate":
         freeze_all_but_gates(model, job.arm)
-    training = Training(
-        ranks, model.to(ranks.device), inputs.task, loader, train, job.seed, ties=job.config.select.ties
-    )
+    training = Training(ranks, model.to(ranks.device), inputs.task, loader, train, job.seed)
+    training.ties, training.sampling = job.config.select.ties, inputs.sampling
     if begun:
         saved = run.environment
         torch.set_num_threads(saved.get("threads", torch.get_num_threads()))
@@ -289,5 +290,6 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         "split_hash": inputs.split.hash,
         "precision": precision,
         "gate_lr": job.config.train.gate_lr,
+        **({"sampling": job.config.train.sampling} if job.config.train.sampling else {}),
         "versions": versions(),
     }

@@ -16,6 +16,7 @@ from gated_srp.models import arm_title
 from gated_srp.records import parse_numbers
 from gated_srp.reports.page.contents import FinishedRun, StudyFolder
 from gated_srp.reports.tables import mean_and_std, metric_name, tone_of
+from gated_srp.training.folder import departures
 
 MOST_SLIDES = 2000  # rows of a table of slides
 Cell = tuple[str, Any]  # what is shown, and what it sorts by
@@ -88,7 +89,13 @@ def run_metrics(runs: Sequence[FinishedRun]) -> HtmlTable:
         for run in runs
     ]
     heads = ("Cohort", "Arm", "Seed", "Best epoch", *map(metric_name, metrics))
-    return HtmlTable("Every run", heads, rows, "Test set, with the weights of the epoch that validation chose.")
+    note = "Test set, with the weights of the epoch that validation chose."
+    found = {run: departures(run.settings) for run in runs}
+    for words in dict.fromkeys(line for lines in found.values() for line in lines):
+        own = [f"{run.name}, seed {run.unit}" for run, lines in found.items() if words in lines]
+        of = "" if len(own) == len(runs) else f" ({'; '.join(own)})"
+        note += f" {words[0].upper()}{words[1:]}{of}."
+    return HtmlTable("Every run", heads, rows, note)
 
 
 def _remarked(run: FinishedRun, metric: str) -> Cell:
