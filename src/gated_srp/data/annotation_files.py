@@ -26,6 +26,7 @@ _POINTS = 5_000_000  # corners of all its outlines
 _FARTHEST = 1e8  # no slide has as many pixels along a side
 _DEEPEST = 20  # collections in collections
 _AGAIN = "Export it again."
+_CLASS = ("class", "label", "classification")[::-1]  # properties that may hold it: QuPath's, others'
 _EXCLUDED = ("_2", "exclusion", "exclude", "excluded")  # CAMELYON16's groups of what was cut out of a tumour
 _KEPT = "normal"  # CAMELYON17's: cut out of the metastases, and a class of its own
 _TUMOUR = ("_0", "_1")  # CAMELYON16's groups of tumour
@@ -157,7 +158,7 @@ def _kind(feature: dict[str, Any]) -> str:
 
 def _class_of(feature: dict[str, Any]) -> str:
     known = _properties(feature)
-    said = next((known[key] for key in ("classification", "class", "label") if known.get(key)), "")
+    said = next((known[key] for key in _CLASS if known.get(key)), "")
     if isinstance(said, dict):
         names = said.get("names")
         said = said.get("name") or (": ".join(map(str, names)) if isinstance(names, list) else "")

@@ -154,8 +154,9 @@ def _crossings(shape: "Geometry") -> float:
     some = np.linspace(0, len(edges) - 1, min(_SAMPLED, len(edges))).astype(int)
 
     def side(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        turn: np.ndarray = (b[..., 0] - a[..., 0]) * (c[..., 1] - a[..., 1])
-        return np.sign(turn - (b[..., 1] - a[..., 1]) * (c[..., 0] - a[..., 0]))
+        (bx, by), (cx, cy) = ((one[..., 0] - a[..., 0], one[..., 1] - a[..., 1]) for one in (b, c))
+        turn: np.ndarray = np.sign(bx * cy - by * cx)
+        return turn
 
     p, q = start[some, None], end[some, None]  # (sampled, 1, 2)
     apart = (side(p, q, start) * side(p, q, end) < 0) & (side(start, end, p) * side(start, end, q) < 0)
