@@ -105,11 +105,11 @@ def test_patient_columns_that_disagree_are_a_choice(home):
 def test_two_encoders_are_a_choice_be_it_in_folders_or_in_files(home):
     write_trident(home / "job", "s0", make_slide(0), encoder="gigapath")
     text = draft_cohort(home / "job", table(home, label=list("ababab")), home).text
-    assert "# encoder: gigapath      # 1 files" in text and "# encoder: uni_v2      # 6 files" in text
+    assert "# encoder: gigapath      # 1 file\n" in text and "# encoder: uni_v2      # 6 files" in text
     for i in range(3):
         write_atlaspatch(home / "atlas", f"s{i}", make_slide(i), encoders={"uni_v2": 12, "conch_v15": 8})
     text = draft_cohort(home / "atlas", table(home, label=list("ababab")), home).text
-    assert "# encoder: conch_v15" in text and "# encoder: uni_v2" in text
+    assert [text.count(f"# encoder: {name}") for name in ("conch_v15", "uni_v2")] == [1, 1]  # once, not once per file
     assert "encoder" not in yaml.safe_load(text)
 
 
@@ -188,7 +188,7 @@ def test_several_encoders_and_slide_embeddings_leave_the_slides_recognisable(hom
         "# encoder: conch_v15      # 6 files",
         "# encoder: uni_v2      # 6 files",
     ]
-    said = "6 slide embeddings, one vector per slide, are left out (slide_features_titan)"
+    said = "6 slide embeddings, one vector per slide, left out (slide_features_titan)"
     assert said in [note.what for note in draft.notes]
 
 
@@ -201,7 +201,7 @@ def test_one_row_per_patient_and_several_files_each_gives_case_and_no_slide(home
     draft = gated_srp.init(home / "many", home / "p.csv", out=home / "cohort.yaml")
     settings = yaml.safe_load(draft.text)
     assert settings["case"] == name and "slide" not in settings and draft.choices == []
-    assert "their slides are the 7 files that start with their ids" in draft.text
+    assert "whose ids begin the names of 7 files: their slides" in draft.text
     data = open_cohort(load_config(home / "cohort.yaml"))
     assert len(data.matches.found) == 7 and data.table.frame["case"].nunique() == 4
 
@@ -261,6 +261,8 @@ def test_target_patients_and_a_slide_table_can_be_named(home, app_of):
         "Scan",
         home / "scans.csv",
     )
+    typed = "gated-srp init job clinical.csv --target=kras --case=Pseudonym --slides=scans.csv"
+    assert typed in " ".join((home / "cohort.yaml").read_text().replace("\n#", "").split())
     data = open_cohort(config)
     assert list(data.table.frame["case"]) == ["p0", "p0", "p1", "p1", "p2", "p2"] and len(data.matches.found) == 6
     with pytest.raises(UserError, match=r"no column 'KRASS'\. Did you mean 'KRAS'\?"):

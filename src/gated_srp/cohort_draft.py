@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,18 +109,20 @@ def draft_cohort(
     frame = frame[named_columns(frame)]
     draft = Draft(out)
     draft.say(f"yaml-language-server: $schema={_schema_of(out).name}")  # relative to the YAML, as editors expect
-    draft.say(f"Written by `gated-srp init {folder} {table}`. Paths are relative to this file. Next: gated-srp check")
+    given = [target] if isinstance(target, str) else list(target or ())
+    options = [("sheet", sheet), *(("target", name) for name in given), ("case", case), ("slides", slides)]
+    said = shlex.join([str(folder), str(table), *(f"--{key}={value}" for key, value in options if value is not None)])
+    draft.say(f"Written by `gated-srp init {said}`. Paths are relative to this file. Next: gated-srp check")
     draft.put("name", _name(folder, table))
     draft.say()
     files = _put_features(draft, folder, files, home)
     draft.notes += embeddings_left_out(embeddings)
     draft.say()
-    draft.put("table", _path(table, home), f"{len(frame)} rows, {len(frame.columns)} columns")
+    draft.put("table", _path(table, home), f"{counted(len(frame), 'row')}, {counted(len(frame.columns), 'column')}")
     if sheet is not None:
         draft.put("sheet", sheet)
-    draft.saw(f"{table}: {len(frame)} rows")
+    draft.saw(f"{table}: {counted(len(frame), 'row')}")
     draft.notes += notes
-    given = [target] if isinstance(target, str) else list(target or ())
     asked = tuple(pick_column(frame, name, table) for name in given)
     if case is not None and (case.casefold() != NO_CASE or case in frame):
         case = pick_column(frame, case, table)
@@ -143,20 +146,23 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
         if header.encoder and not said[header.encoder]:
             said[header.encoder] = 1
     names = sorted(name for name in said if name)
-    names += [name for one in broken if one.kind == "several_encoders" for name in one.found if name not in names]
+    inside = dict.fromkeys(name for one in broken if one.kind == "several_encoders" for name in one.found)
+    names += [name for name in inside if name not in names]
     homes = Counter(path.parent for path in files)
     twice = 2 * len({slide_stem(path) for path in files}) <= len(files)
     if twice and len(homes) > 1 and len(names) < 2:
         number = "two" if len(homes) == 2 else "several"
         question = f"{number} feature files per slide were found; a model is trained on one."
-        draft.offer("features", [(_path(one, home), f"{homes[one]} feature files") for one in sorted(homes)], question)
+        draft.offer(
+            "features", [(_path(one, home), counted(homes[one], "feature file")) for one in sorted(homes)], question
+        )
         files = [path for path in files if path.parent == min(homes)]
     else:
-        draft.put("features", _path(folder, home), f"{len(files)} feature files")
-        draft.saw(f"{folder}: {len(files)} feature files")
+        draft.put("features", _path(folder, home), counted(len(files), "feature file"))
+        draft.saw(f"{folder}: {counted(len(files), 'feature file')}")
     if len(names) > 1:
         question = "features of several encoders were found; a model is trained on those of one."
-        draft.offer("encoder", [(name, f"{said[name]} files" if said[name] else "") for name in names], question)
+        draft.offer("encoder", [(name, counted(said[name], "file") if said[name] else "") for name in names], question)
     elif names:
         draft.put("encoder", names[0])
         draft.saw(f"encoder {names[0]}")
@@ -166,7 +172,8 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
     strides = Counter((h.stride, h.unit, unnamed_source(h.path, h.stride_source)) for h in headers)
     for (stride, unit, source), _ in strides.most_common(3):
         draft.say(f"stride {stride:g} {unit}: {source}")
-    draft.say("stride: 512      # only where what the files say is wrong")
+    usual = f"{strides.most_common(1)[0][0][0]:g}" if strides else "512"
+    draft.say(f"stride: {usual}      # only where what the files say is wrong")
     if any(one.kind == "no_coords" for one in broken):
         question = "the features have no positions beside them; in which folder are the files that hold these?"
         draft.offer("coords", [("patches", "CLAM's folder of them, for example")], question)
@@ -212,7 +219,7 @@ def _put_defaults(draft: Draft, kind: type[Task], slides: int, *, drawn: bool) -
         "# out: runs",
     ]
     if 0 < slides < 20:
-        draft.saw(f"only {slides} slides have a file: enough to try things, not to show anything")
+        draft.saw(f"only {counted(slides, 'slide')} with a file: enough to try things, not to show anything")
 
 
 def _name(folder: Path, table: Path) -> str:
@@ -246,7 +253,7 @@ def _put_slides(
         draft.ask(f"slide: no value of {usual[0]!r} names a feature file; look at both spellings.")
     if len({tuple(pd.factorize(frame[name])[0]) for name in cases if name in frame}) > 1:  # rows that are put together
         question = "several columns could be the patient, and they group the slides differently."
-        draft.offer("case", [(name, f"{frame[name].nunique()} patients") for name in cases], question)
+        draft.offer("case", [(name, counted(frame[name].nunique(), "patient")) for name in cases], question)
         cases = []
     elif cases and cases[0] not in frame:
         draft.find("case", NO_CASE, "as chosen: no patient has two slides")
@@ -254,9 +261,13 @@ def _put_slides(
         cases = [owner if owner and not case else cases[0]]
         found = sum(map(len, files_of_cases(frame[cases[0]].dropna().unique(), files).values()))
         count = frame[cases[0]].nunique()
-        draft.find("case", cases[0], f"{count} patients; their slides are the {found} files that start with their ids")
+        draft.find(
+            "case",
+            cases[0],
+            f"{counted(count, 'patient')}, whose ids begin the names of {counted(found, 'file')}: their slides",
+        )
     elif cases:
-        draft.find("case", cases[0], f"{frame[cases[0]].nunique()} patients, each in one part of a split")
+        draft.find("case", cases[0], f"{counted(frame[cases[0]].nunique(), 'patient')}, each in one part of a split")
         if empty := int(frame[cases[0]].isna().sum()):
             merged = "of merged cells a spreadsheet keeps the first alone"
             draft.ask(f"case: {counted(empty, 'row')} of {cases[0]!r} without a patient; fill in the cells ({merged}).")
@@ -266,7 +277,7 @@ def _put_slides(
         others = [(name, _examples(frame[name])) for name in frame.columns]
         draft.offer("slide", others, "no column names slides or patients in the usual way, and none names the files.")
     if site := id_columns(frame, "site"):
-        draft.put("site", site[0], f"{frame[site[0]].nunique()} sites")
+        draft.put("site", site[0], counted(frame[site[0]].nunique(), "site"))
     return {name for name in (named, *cases) if name}, found
 
 
@@ -274,7 +285,7 @@ def _ask_for_patients(draft: Draft, frame: pd.DataFrame, slide: str, used: set[s
     """No column is named like a patient: TCGA barcodes say it, or the user must."""
     barcodes = frame[slide].dropna().map(tcga_patient)
     if barcodes.notna().all():
-        draft.say(f"No patient column: {barcodes.nunique()} patients by the TCGA barcodes of the slides.")
+        draft.say(f"No patient column: {counted(barcodes.nunique(), 'patient')} by the TCGA barcodes of the slides.")
         draft.saw(f"patients: {barcodes.nunique()}, by the TCGA barcodes of the slides")
         return
     likely = [(name, f"{frame[name].nunique()} values in {len(frame)} rows") for name in possible_patients(frame, used)]
@@ -288,7 +299,7 @@ def _put_slide_table(
     """A second table, with the slides of the first one's patients."""
     theirs, notes = read_frame(slides)
     draft.notes += notes
-    draft.put("slides", _path(slides, home), f"{len(theirs)} rows; joined to the table by patient")
+    draft.put("slides", _path(slides, home), f"{counted(len(theirs), 'row')}; joined to the table by patient")
     named, _, found = columns_by_files(theirs, files, ())
     column = named or next(iter(id_columns(theirs, "slide")), None)
     patients = case or next(iter(id_columns(frame, "case")), None)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -29,6 +30,32 @@ _ABANDONED = 3600.0  # seconds without a write after which a draft's writer is g
 _NAME = 40  # characters of a file's name in that of its draft, which must not be too long for the file system
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # what a spreadsheet would compute, and what was quoted before
 _SAMPLES, _BLOCK = 16, 4096  # a fingerprint reads so many blocks of so many bytes
+
+
+def as_stored(path: str | Path) -> Path:
+    """A path that somebody typed, as the disk spells it: macOS writes an umlaut into a name as two characters, a keyboard as one.
+
+    As it is where it exists, where nothing or more than one thing has such a name, and where it has no such characters.
+    """
+    path = Path(path)
+    if str(path).isascii() or path.exists():
+        return path
+    found = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        if not os.path.lexists(found / part):
+            try:
+                alike = [name for name in os.listdir(found) if _composed(name) == _composed(part)]
+            except OSError:  # no folder, or one that may not be read
+                return path
+            if len(alike) != 1:
+                return path
+            part = alike[0]
+        found /= part
+    return found
+
+
+def _composed(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
 
 
 @contextmanager

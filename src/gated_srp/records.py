@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import spreadsheet_plain, spreadsheet_safe
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def read_rows(
         if len(set(lines[0])) < len(lines[0]):
             raise ValueError("a column is there twice")
         if odd := next((i for i, line in enumerate(lines, 1) if len(line) != len(lines[0])), None):
-            raise ValueError(f"line {odd} has {len(lines[odd - 1])} cells, the header {len(lines[0])}")
+            raise ValueError(f"line {odd} has {counted(len(lines[odd - 1]), 'cell')}, the header {len(lines[0])}")
         if lacking := [name for name in needed if name not in lines[0]]:
             raise ValueError(f"no column {lacking[0]!r}")
         options: dict[str, Any] = {"keep_default_na": False, "float_precision": "round_trip", "skip_blank_lines": False}

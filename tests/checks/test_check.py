@@ -175,7 +175,7 @@ def test_a_cap_that_thins_the_lattice_is_told_before_and_after(tmp_path):
 
 def test_a_cap_that_leaves_no_neighbours_is_one_error_and_breaks_no_file(tmp_path):
     found = check(_clam_cohort(tmp_path, [make_slide(columns=30, rows=30)] * 12, more="cap: 20\n"))
-    assert "12 slides keep almost none" in _noted(found)["cap"].what
+    assert "almost none stay on 12 slides" in _noted(found)["cap"].what
     assert "Raise `cap`" in _noted(found)["cap"].cure
     assert not found.quarantine
 
@@ -208,7 +208,7 @@ def test_duplicates_zeros_and_second_lattices_are_warnings(tmp_path):
     assert [note.kind for note in found.notes if note.level == "warning"].count("duplicates") == 1
     found = _noted(found, "warning")
     assert found["duplicates"].where == (str(tmp_path / "twice.h5"),)
-    assert found["duplicates"].what.startswith("1 patches")
+    assert found["duplicates"].what.startswith("1 patch with")
     assert found["zero_rows"].what.startswith("3 patches")
     assert found["lattice"].where == (str(tmp_path / "two.h5"),)
     assert "50 %" in found["lattice"].what
@@ -351,10 +351,10 @@ def test_a_split_that_all_seeds_share_is_called_one_split(tmp_path):
     parts = ["train"] * 6 + ["val"] * 2 + ["test"] * 4
     (tmp_path / "split.csv").write_text("slide_id,split\n" + "".join(f"s{i},{p}\n" for i, p in enumerate(parts)))
     said = dict(facts_in_words(check(config).facts))["split"]
-    assert said.startswith("6 train, 2 val, 4 test slides (the same split for both seeds)")
+    assert said.startswith("slides: 6 train, 2 val, 4 test (the same split for both seeds)")
     (tmp_path / "split.csv").unlink()
     own = config.model_copy(update={"split": None})
-    assert "slides (seed 42, one of 2 splits)" in dict(facts_in_words(check(own).facts))["split"]
+    assert "4 test (seed 42, one of 2 splits)" in dict(facts_in_words(check(own).facts))["split"]
     assert "slides (seed 42)" in dict(facts_in_words(check(own, seeds=[42]).facts))["split"]
 
 

@@ -195,7 +195,7 @@ def test_check_says_how_many_folds_an_imported_split_has_and_which_is_used(tmp_p
         (tmp_path / "splits" / f"splits_{k}.csv").write_text("\n".join([",train,val,test", *rows]) + "\n")
     notes = [note.what for note in of_kind(check(path), "split") if note.level == "note"]
     assert "fold 0 of the 3 folds of splits is used; `folds: 3` uses all" in notes
-    assert "1 slides of the table are in no part and are left out" in notes
+    assert "1 slide of the table in no part of the split, left out" in notes
 
 
 def test_where_no_file_can_be_used_the_split_is_not_blamed(tmp_path):

@@ -181,6 +181,22 @@ def test_a_mistake_is_named_with_its_line(write, text, line, words):
 
 
 @pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dim": "32"}, "dim: no such setting. Did you mean model.dim?"),
+        ({"train.epoch": "3"}, "train.epoch: no such setting"),
+        ({"train": {"epochs": "many"}}, "train.epochs: input should be a valid integer"),
+        ({"features": "~/feats"}, "features: '~/feats' is taken as it stands"),
+    ],
+)
+def test_a_mistake_beside_the_file_is_not_charged_to_the_file(write, given, words):
+    path = write("table: slides.csv\ntrain: {epochs: 3}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path, given)
+    assert str(caught.value).startswith(f"a setting given beside {path} (--set): {words}")
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("table: slides.csv\ntime: t\nevent: e\ncensorship: c\n", "opposite"),

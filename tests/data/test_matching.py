@@ -61,7 +61,7 @@ def test_two_files_for_a_slide_and_two_slides_for_a_file_are_reported_and_not_us
     assert matches.missing == ("c",)
     assert matches.unused == (Path("left.h5"),)
     report = "\n".join(matches.report())
-    assert report.startswith("0 slides matched to files, 4 not; 1 files unused")
+    assert report.startswith("0 slides matched to files, 4 not; 1 file unused")
     assert "c: no file of this name" in report
     assert "a: 2 files fit (1/a.h5, 2/a.h5)" in report
     assert "b, b.svs: all fit" in report

@@ -244,7 +244,7 @@ def test_too_many_folds_and_missing_or_double_sites_are_users_errors() -> None:
         k_folds(table, 4, 42)
     with pytest.raises(UserError, match="need the site of every slide"):
         site_folds(table, 2, 42)
-    with pytest.raises(UserError, match=r"1 patients have slides of several sites \(p\)"):
+    with pytest.raises(UserError, match=r"1 patient with slides of several sites \(p\)"):
         site_folds(classification(["p", "p", "q"], [0, 1, 0], ["x", "y", "x"]), 2, 42)
 
 
@@ -270,7 +270,7 @@ def test_a_split_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) ->
 
 def test_a_patient_in_two_parts_is_refused_by_name() -> None:
     table = classification(["p", "p", "q"], [0, 1, 0])
-    with pytest.raises(UserError, match=r"1 patients are in more than one part \(p\)"):
+    with pytest.raises(UserError, match=r"1 patient in more than one part \(p\)"):
         assign_parts(Split("slide_id", {"s000": "train", "s001": "test", "s002": "train"}, "x"), table)
     with pytest.raises(UserError, match="none of its slide_ids is in the table"):
         assign_parts(Split("slide_id", {"z": "train"}, "x"), table)
@@ -377,16 +377,16 @@ def test_survpath_files_of_train_and_val_test_on_their_val(tmp_path: Path) -> No
 def test_strangers_and_absent_slides_are_counted(tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text("slide_id,split\na,train\nc,val\nd,test\nzzz,train\n")
     assert [note.what for note in import_split(tmp_path / "s.csv", TABLE).notes] == [
-        "1 of its 4 ids are not in the table and are left out",
-        "2 slides of the table are in no part and are left out",
+        "1 of its 4 ids not in the table, left out",
+        "2 slides of the table in no part of the split, left out",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slide_id,split\na,train\nb,test\nc,val\n", r"1 patients are in more than one part \(p\)"),
-        ("slide_id,split\nc,train\nC.svs,test\n", r"1 ids are in more than one part \(c\)"),
+        ("slide_id,split\na,train\nb,test\nc,val\n", r"1 patient in more than one part \(p\)"),
+        ("slide_id,split\nc,train\nC.svs,test\n", r"1 id in more than one part \(c\)"),
         ("slide_id,split\na,training set\n", "'training set'"),
         ("slide_id,split\nzzz,train\n", "is a slide or a patient of the table"),
         ("slide_id,label\na,1\n", "names no parts"),

@@ -173,7 +173,7 @@ def test_commas_that_may_mean_thousands_are_refused(tmp_path: Path, cells: list[
     (tmp_path / "t.csv").write_text(
         "slide_id;patient;time;event\n" + "".join(f"s{i};p{i};{c};1\n" for i, c in enumerate(cells))
     )
-    with pytest.raises(UserError, match=r"column 'time' holds . values that cannot be read"):
+    with pytest.raises(UserError, match=r"column 'time' holds . values? that cannot be read"):
         read_table(tmp_path / "t.csv")
 
 

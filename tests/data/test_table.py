@@ -128,7 +128,7 @@ def test_several_slides_in_one_cell_become_rows_of_the_same_patient(tmp_path: Pa
         *[("a", "P1", 0), ("b", "P1", 0), ("c", "P2", 1), ("d", "P2", 1)],
         *[("e", "P3", 1), ("f", "P3", 1), ("g", "P4", 0)],
     ]
-    assert "3 cells of 'slide' list several slides; each becomes a row" in [note.what for note in table.notes]
+    assert "several slides in 3 cells of 'slide'; each becomes a row" in [note.what for note in table.notes]
 
 
 def test_a_cell_that_names_a_file_is_one_slide_whatever_signs_are_in_its_name(tmp_path: Path) -> None:
@@ -177,7 +177,9 @@ def test_a_tcga_barcode_gives_patient_and_site_with_notes(tmp_path: Path) -> Non
 def test_without_patients_each_slide_is_its_own_with_a_warning(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, "slide_id,label\na,0\nb,1\n"))
     assert list(table.frame["case"]) == ["a", "b"]
-    assert any(note.line.startswith("warning: no patient column: 2 slides count as patients") for note in table.notes)
+    assert any(
+        note.line.startswith("warning: no patient column: 2 slides counted as a patient each") for note in table.notes
+    )
 
 
 def test_two_patient_columns_that_group_differently_are_refused(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_an_id_that_climbs_is_dropped_with_its_reason(tmp_path: Path, evil: str)
 
 
 def test_a_slide_with_two_labels_is_refused_and_one_repeated_is_taken_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"1 slides \(a\) have rows that differ in case or label"):
+    with pytest.raises(UserError, match=r"1 slide \(a\) with rows that differ in case or label"):
         read_table(write(tmp_path, "slide_id,case_id,label\na,1,0\na,1,1\n"))
     table = read_table(write(tmp_path, "slide_id,case_id,label\na,1,0\na,1,0\nb,2,1\n"))
     assert list(table.frame["slide"]) == ["a", "b"]
@@ -264,7 +266,7 @@ def test_known_words_for_events_are_read(tmp_path: Path, column: str, cells: lis
     ],
 )
 def test_other_values_of_an_event_are_refused_with_the_row(tmp_path: Path, column: str, cell: str) -> None:
-    with pytest.raises(UserError, match=f"column '{column}' holds 1 values that cannot be read .row 3: '{cell}'"):
+    with pytest.raises(UserError, match=f"column '{column}' holds 1 value that cannot be read .row 3: '{cell}'"):
         read_table(write(tmp_path, f"slide_id,case_id,time,{column}\na,1,5,0\nb,2,6,{cell}\n"))
 
 
@@ -299,7 +301,7 @@ def test_missing_and_non_positive_times_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_patient_with_two_follow_ups_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"1 patients \(1\) have rows that differ in time or event"):
+    with pytest.raises(UserError, match=r"1 patient \(1\) with rows that differ in time or event"):
         read_table(write(tmp_path, "slide_id,case_id,time,event\na,1,5,1\nb,1,6,1\n"))
 
 

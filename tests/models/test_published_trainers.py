@@ -229,7 +229,7 @@ def test_a_converted_model_knows_its_classes_its_images_and_its_window(tmp_path)
     assert card["images"] == {"size": 12, "patch": 4}
     again = load_model(tmp_path / "model.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
-    with pytest.raises(UserError, match="4 classes are named, but the model has 5 outputs"):
+    with pytest.raises(UserError, match="4 classes named, but the model has 5 outputs"):
         convert(tmp_path / "best.pt", tmp_path / "other.safetensors", classes=list("ABCD"))
     assert not (tmp_path / "other.safetensors").exists()
 

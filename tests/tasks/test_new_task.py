@@ -127,7 +127,7 @@ def test_its_table_and_its_metric_are_checked_like_those_of_others(tmp_path, fra
         gated_srp.train(yaml, settings={"metric": "mae"})
     table = tmp_path / "table.csv"
     table.write_text(table.read_text().replace(",p003,", ",p003,much"))
-    with pytest.raises(gated_srp.UserError, match=r"column 'purity' holds 1 values that cannot be read \(row 5"):
+    with pytest.raises(gated_srp.UserError, match=r"column 'purity' holds 1 value that cannot be read \(row 5"):
         gated_srp.train(yaml)
 
 

@@ -66,6 +66,14 @@ def test_two_files_that_cannot_be_used_are_counted(config):
         train(config)
 
 
+def test_where_no_file_can_be_used_nothing_is_advised_to_be_left_out(config):
+    for file in config.features[0].rglob("*.h5"):
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match="15 more files of 16 cannot be used") as caught:
+        train(config)
+    assert "exclude" not in str(caught.value)
+
+
 def test_a_test_file_of_another_width_is_refused_before_training(config):
     slide, file = slide_of(config, "test")
     write_trident(config.features[0], slide, make_slide(3, width=WIDTH + 1))

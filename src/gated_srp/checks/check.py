@@ -21,7 +21,7 @@ from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, joined
-from gated_srp.files import write_whole
+from gated_srp.files import as_stored, write_whole
 from gated_srp.machine import Machine, run_seconds, this_machine
 from gated_srp.models import ARMS, arm_settings
 from gated_srp.progress import Progress, silent
@@ -125,8 +125,8 @@ def check(
         >>> found.ok, [str(note) for note in found.errors]  # doctest: +SKIP
         (False, ['feats/s17.h5: the file has 0 bytes: its writing was interrupted. Delete it and extract the slide again.'])
     """
-    if not isinstance(cohort, CohortConfig) and Path(cohort).is_dir():
-        found = _check_folder(Path(cohort), deep=deep, progress=progress)
+    if not isinstance(cohort, CohortConfig) and as_stored(cohort).is_dir():
+        found = _check_folder(as_stored(cohort), deep=deep, progress=progress)
     else:
         config = cohort if isinstance(cohort, CohortConfig) else load_config(cohort)
         found = _check_cohort(config, deep=deep, seeds=seeds or config.seeds, machine=machine, progress=progress)

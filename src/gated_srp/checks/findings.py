@@ -47,11 +47,11 @@ def of_files(facts: Sequence[FileFacts]) -> Iterator[Note]:
     for warning, paths in said.items():
         yield replace(warning, where=tuple(paths), cure=warning.cure or _CURE)
     if twice := {file.path: file.duplicates for file in good if file.duplicates}:
-        what = f"{sum(twice.values()):,} patches have the coordinates of another"
+        what = f"{counted(sum(twice.values()), 'patch')} with the coordinates of another"
         cure = "Two extractions were probably written into one file; extract again, or leave it if it is meant."
         yield Note("warning", "duplicates", what, tuple(map(str, twice)), cure)
     if zeros := {file.path: file.zeros for file in good if file.zeros}:
-        what = f"{sum(zeros.values()):,} patches have features of zeros alone"
+        what = f"{counted(sum(zeros.values()), 'patch')} with features of zeros alone"
         cure = "An interrupted extraction leaves such rows; extract these slides again."
         yield Note("warning", "zero_rows", what, tuple(map(str, zeros)), cure)
     if crowded := [file for file in good if file.shared_cells > _CROWDED * file.patches]:
@@ -103,7 +103,7 @@ def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -
         lost = sum(file.capped.mean < _NONE for file in capped if file.capped)
         level: Level = "error" if lost else "warning" if after < _FEW * most else "note"
         if lost:
-            what += f"; {lost:,} slides keep almost none, so Gated SRP would do nothing there"
+            what += f"; almost none stay on {counted(lost, 'slide')}, so Gated SRP would do nothing there"
         yield Note(level, "cap", what, tuple(str(file.path) for file in capped), cure)
 
 
@@ -115,7 +115,7 @@ def of_matches(matches: Matches, column: str | None = None) -> Iterator[Note]:
     slides = len(matches.found) + len(matches.missing) + len(matches.several)
     if matches.missing:
         level: Level = "error" if len(matches.missing) > slides / 2 else "warning"
-        what = f"{len(matches.missing):,} slides of the table have no feature file; runs leave them out"
+        what = f"{counted(len(matches.missing), 'slide')} of the table without a feature file; runs leave {'it' if len(matches.missing) == 1 else 'them'} out"
         cure = "Extract them, correct their names in the table, or add their folder to `features`."
         yield Note(level, "missing", what, matches.missing, cure)
     yield from several_files(matches, column)
@@ -123,7 +123,7 @@ def of_matches(matches: Matches, column: str | None = None) -> Iterator[Note]:
         what = f"one file fits {len(names)} slides ({', '.join(names[:5])}), so none of them is used"
         yield Note("error", "shared_file", what, (str(file),), "Correct the slides' names in the table.")
     if matches.unused:
-        what = f"{len(matches.unused):,} feature files belong to no slide of the table and were not looked at"
+        what = f"{counted(len(matches.unused), 'feature file')} of no slide of the table, not looked at"
         cure = "Nothing to do, unless their slides should be in the table."
         yield Note("note", "unused", what, tuple(map(str, matches.unused)), cure)
 
@@ -152,7 +152,7 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
                 said[note].append(name)
         parts = assign_parts(split, data.table)
         if outside := int(parts.isna().sum()):
-            lacking["warning", f"{outside:,} slides of the table are in no part of the split"].append(name)
+            lacking["warning", f"{counted(outside, 'slide')} of the table in no part of the split"].append(name)
         rows = frame.assign(part=parts)[frame["slide"].isin(usable)]
         for part in PARTS:
             inside = rows[rows["part"] == part]
@@ -218,7 +218,7 @@ def _neighbours(neighbours: dict[str, Any], cap: dict[str, Any]) -> Iterator[tup
     if cap["files"]:
         yield (
             "after the cap",
-            f"{cap['files']:,} slides have more than {cap['cap']:,} patches; on them "
+            f"{counted(cap['files'], 'slide')} with more than {cap['cap']:,} patches; there "
             f"{cap['before']:.1f} -> {cap['after']:.1f} neighbours per patch",
         )
     elif cap["cap"]:
@@ -238,7 +238,7 @@ def _split(splits: dict[str, Any]) -> str:
     which = f"{name}, one of {different} splits" if different > 1 else name
     if len(splits) > different == 1:
         which = f"the same split for {'both' if len(splits) == 2 else f'all {len(splits)}'} seeds"
-    return f"{_words(first['slides'])} slides ({which})"
+    return f"slides: {_words(first['slides'])} ({which})"
 
 
 _CROSSING = {

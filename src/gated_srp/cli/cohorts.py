@@ -99,7 +99,7 @@ def splits(
         Path | None, Option(help="For a cohort of the paper: folder of the public label files, or the file itself.")
     ] = None,
     seed: Annotated[int | None, Option(min=0, help="The YAML's first; the paper's are 42 to 46.")] = None,
-    fold: Annotated[int, Option(min=0, help="Where the YAML sets `folds`.")] = 0,
+    fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
     output: Annotated[Path, Option("--out", "-o", help="Where to write the split.")] = Path("split.csv"),
 ) -> None:
     """Write a split, one row per slide or patient with train, val or test: that of your cohort, or a published one."""
@@ -127,7 +127,7 @@ def splits(
         tally = table.kind.tally(rows, table.classes)
         tally = {name: number for name, number in tally.get("classes", tally).items() if isinstance(number, int)}
         said = ", ".join(f"{name} {number}" for name, number in tally.items())
-        say(f"{part:>5}  {count:>6} by {split.unit}  {len(rows):>6} slides  {said}")
+        say(f"{part:>5}  {count:>6} by {split.unit}  {len(rows):>6} {'slide ' if len(rows) == 1 else 'slides'}  {said}")
     say(f"{output}: {split.source}, hash {split.hash[:12]}")
 
 

@@ -20,7 +20,7 @@ def train(
     cohort: Cohort,
     arm: Annotated[str | None, Option(help="Which model; gated_srp unless the YAML has others.")] = None,
     seed: Annotated[int | None, Option(min=0, help="Split, start weights, order; the YAML's first.")] = None,
-    fold: Annotated[int, Option(min=0, help="Where the YAML sets `folds`.")] = 0,
+    fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
     init: Annotated[
         Path | None, Option(help="Start weights: a run's model.safetensors, or a published checkpoint.")
     ] = None,

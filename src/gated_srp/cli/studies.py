@@ -15,7 +15,7 @@ from gated_srp.cli.options import Change, Cohort, Out, Repeats, Seeds
 from gated_srp.cli.runs import changes
 from gated_srp.cli.screen import say, show_progress
 from gated_srp.errors import UserError, counted
-from gated_srp.files import write_json
+from gated_srp.files import as_stored, write_json
 
 if TYPE_CHECKING:
     from gated_srp.study.engine import Cost
@@ -323,10 +323,11 @@ def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
         cohort, equals, place = item.partition("=")
         if not equals or Path(item).exists():
             cohort, place = "", item
-        if not Path(place).exists():
+        stored = as_stored(place)
+        if not stored.exists():
             what, cure = "no such file or folder", "Expected a path, or COHORT=PATH."
             raise UserError(what, where=f"--{option} {item}", cure=cure)
-        found[find_cohort(cohort).name if cohort else ""] = Path(place).absolute()
+        found[find_cohort(cohort).name if cohort else ""] = stored.absolute()
     return found
 
 

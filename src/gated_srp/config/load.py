@@ -24,6 +24,7 @@ from gated_srp.data.columns import Columns, resolve_columns
 from gated_srp.data.files.siblings import canonical
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import UserError
+from gated_srp.files import as_stored
 from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
@@ -91,13 +92,14 @@ def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     if _UNEXPANDED.search(str(value)) and not (home / value).exists():
         what = f"{key}: {str(value)!r} is taken as it stands: ~ and $NAME are not expanded"
         raise settings.error((key,), what, "Write the path out.")
-    return str(home / value)
+    return str(as_stored(home / value))
 
 
 def _override(values: dict[str, Any], overrides: Mapping[str, Any], settings: Settings) -> None:
     """``{"train.lr": x}`` and ``{"train": {"lr": x}}`` alike change one value and leave the rest of the section."""
     for key, value in overrides.items():
         top, _, inner = key.partition(".")
+        settings.changed.add(tuple(key.split(".")))
         changes = {inner: value} if inner else value
         if isinstance(changes, Mapping):
             section = values.get(top) or {}
@@ -211,9 +213,12 @@ class Settings:
     path: Path
     values: dict[str, Any]
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
+    changed: set[tuple[str, ...]] = field(default_factory=set)  # keys that were given beside the file
 
     def error(self, keys: tuple[str, ...], what: str, cure: str = "") -> UserError:
-        """An error at a key: the file, and the line of the key or of the section around it."""
+        """An error at a key: the file, and the line of the key or of the section around it; or that it is not the file's."""
+        if any(keys[:n] in self.changed for n in range(1, len(keys) + 1)):
+            return UserError(what, where=f"a setting given beside {self.path} (--set)", cure=cure, kind="setting")
         known = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), None)
         return self.at(known, what, cure)
 
@@ -225,7 +230,7 @@ class Settings:
 
 def read_settings(path: str | Path) -> Settings:
     """Read a YAML file; broken YAML, a key written twice, tags and anything but a mapping are refused with their line."""
-    path = Path(path)
+    path = as_stored(path)
     try:
         if path.stat().st_size > _LARGEST:
             what = "larger than a file of settings can be"

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gated_srp.config.cohort import CohortConfig
-from gated_srp.errors import Note
+from gated_srp.errors import Note, counted
 from gated_srp.models import arm_settings, find_arm
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Reach:
 
     def __str__(self) -> str:
         return (
-            f"{self.steps:,} steps at lr {self.lr:g}, gate_lr {self.gate_lr:g}: the gates can take beta to about ±{self.beta:.2f} "
+            f"{counted(self.steps, 'step')} at lr {self.lr:g}, gate_lr {self.gate_lr:g}: the gates can take beta to about ±{self.beta:.2f} "
             f"(±{self.limit:.2f} if every step of all their weights pulled one way) of ±{self.delta:g}"
         )
 

@@ -24,7 +24,7 @@ from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, check
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError, counted
-from gated_srp.files import spreadsheet_plain
+from gated_srp.files import as_stored, spreadsheet_plain
 
 _WORDS = {
     **{"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"},
@@ -41,7 +41,7 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
 
     Without a validation part one is drawn from the training patients by ``seed``.
     """
-    path = Path(path)
+    path = as_stored(path)
     if not path.exists():
         cure = "Give a .csv, .tsv, .xlsx or .json file, or a folder of train/val/test.csv."
         raise UserError("no such split", where=path, cure=cure, kind="missing")
@@ -211,7 +211,7 @@ def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes:
             torn.append(unit)
     if torn:
         who = ", ".join(sorted(set(torn))[:10])
-        what = f"{len(set(torn))} ids are in more than one part ({who})"
+        what = f"{counted(len(set(torn)), 'id')} in more than one part ({who})"
         raise UserError(what, where=path, cure="Correct the file.", kind="split")
     if not parts:
         sample = pairs[0][0] if pairs else "nothing"
@@ -219,11 +219,11 @@ def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes:
         raise UserError(what, where=path, cure="Check that the split is of this cohort.", kind="split")
     strangers = sum(unit is None for unit in known)
     if strangers:
-        notes.append(_noted(f"{strangers} of its {len(pairs)} ids are not in the table and are left out"))
+        notes.append(_noted(f"{strangers} of its {counted(len(pairs), 'id')} not in the table, left out"))
     absent = len(cases if by_case else slides) - len(parts)
     if absent:
-        units = "patients" if by_case else "slides"
-        notes.append(_noted(f"{absent} {units} of the table are in no part and are left out"))
+        units = counted(absent, "patient" if by_case else "slide")
+        notes.append(_noted(f"{units} of the table in no part of the split, left out"))
     order = [part for part in PARTS if part in parts.values()]
     return Split(unit_name, parts, f"imported from {path.name} ({', '.join(order)})", tuple(notes))
 

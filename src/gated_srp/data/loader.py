@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.streams import stream
 
@@ -62,7 +62,7 @@ class SlideDataset(Dataset[SlideBag]):
         cache: "BagCache | None" = None,
     ) -> None:
         if targets is not None and len(targets) != len(slides):
-            raise ValueError(f"{len(targets)} targets for {len(slides)} slides")
+            raise ValueError(f"{len(targets)} targets for {counted(len(slides), 'slide')}")
         self.slides = slides[["slide", "case"]].reset_index(drop=True)
         self.files = [Path(file) for file in slides["file"]]
         self.settings = settings

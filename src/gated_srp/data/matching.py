@@ -40,10 +40,12 @@ class Matches:
         """Every slide that cannot be used, one line each, after a line of counts."""
         bad = len(self.missing) + len(self.several) + sum(map(len, self.shared.values()))
         left_out = f", {len(self.excluded)} left out by `exclude`" if self.excluded else ""
-        lines = [f"{len(self.found)} slides matched to files, {bad} not{left_out}; {len(self.unused)} files unused"]
+        lines = [
+            f"{counted(len(self.found), 'slide')} matched to files, {bad} not{left_out}; {counted(len(self.unused), 'file')} unused"
+        ]
         lines += [f"{slide}: no file of this name" for slide in self.missing]
         lines += [
-            f"{slide}: {len(files)} files fit ({', '.join(map(str, files))}), so none is used"
+            f"{slide}: {counted(len(files), 'file')} fit ({', '.join(map(str, files))}), so none is used"
             for slide, files in self.several.items()
         ]
         for file, slides in self.shared.items():
@@ -218,7 +220,7 @@ def files_of_cases(cases: Iterable[str], files: Iterable[str | Path]) -> dict[st
     owned: dict[str, list[Path]] = {case: [] for case in ids.values()}
     for path in sorted(Path(file) for file in files):
         stem = _key(path)
-        heads = [stem] + [stem[: cut.start()] for cut in reversed(list(re.finditer(r"[^a-z0-9]", stem)))]
+        heads = [stem] + [stem[: cut.start()] for cut in reversed(list(re.finditer(r"[\W_]", stem)))]
         owner = next((ids[head] for head in heads if head in ids), None)
         if owner is not None:
             owned[owner].append(path)

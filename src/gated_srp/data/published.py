@@ -13,7 +13,7 @@ import pandas as pd
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.splits import Split, balanced_parts, case_groups, dealt_hold_out, hold_out, validation_part
 from gated_srp.data.table import Table
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 
 Array = npt.NDArray[Any]
 _ADP_PARTS = (14_134, 1_767, 1_767)  # train, valid and test of the release's 17,668 rows
@@ -128,7 +128,7 @@ def from_row_files(table: Table, folder: str | Path) -> Split:
             what = f"expected a list of row numbers, found {rows.dtype} of shape {rows.shape}"
             raise UserError(what, where=path, cure="Download the release again.", kind="split")
         if rows.size and (rows.min() < 0 or rows.max() >= len(table.frame)):
-            what = f"row numbers run to {rows.max()}, the table has {len(table.frame)} rows"
+            what = f"row numbers run to {rows.max()}, the table has {counted(len(table.frame), 'row')}"
             raise UserError(what, where=path, cure="Is it of another release?", kind="split")
         patches = table.frame["slide"].to_numpy()[rows].tolist()
         again = [patch for patch in patches if patch in parts]

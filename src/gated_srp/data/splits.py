@@ -69,7 +69,7 @@ def assign_parts(split: Split, table: Table) -> "pd.Series[Any]":
     spread = parts.groupby(table.frame["case"]).nunique()
     crossing = spread.index[spread > 1]
     if len(crossing):
-        what = f"{len(crossing)} patients are in more than one part ({', '.join(crossing[:10])}), so the test would know them"
+        what = f"{counted(len(crossing), 'patient')} in more than one part ({', '.join(crossing[:10])}), so the test would know them"
         cure = "Split by patient, or correct the patient column."
         raise UserError(what, where=split.source, cure=cure, kind="split")
     return parts
@@ -198,7 +198,7 @@ def _sites(table: Table) -> dict[str, str]:
     spread = table.frame.groupby("case")["site"].nunique()
     if (spread > 1).any():
         who = ", ".join(map(str, spread.index[spread > 1][:10]))
-        what = f"{int((spread > 1).sum())} patients have slides of several sites ({who})"
+        what = f"{counted(int((spread > 1).sum()), 'patient')} with slides of several sites ({who})"
         raise UserError(what, cure="Give each patient one site.", kind="split")
     return dict(table.cases["site"])
 

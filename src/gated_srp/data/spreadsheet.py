@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.errors import Note, UserError, counted
+from gated_srp.files import as_stored
 
 _EMPTY = {"'--", "[not available]", "[not applicable]", "[not evaluated]", "[unknown]", "[discrepancy]", "[pending]"}
 _UNNAMED = re.compile(r"Unnamed: \d+(_level_\d+)?")  # what pandas calls a column without a name
@@ -31,7 +32,7 @@ _PLACE = re.compile(rb"<(?:\w+:)?(c|row)\b[^>]*?\br=\"([A-Z]{0,3})(\d{1,7})\"")
 
 def read_frame(path: str | Path, *, sheet: str | None = None) -> tuple[pd.DataFrame, tuple[Note, ...]]:
     """The cells as stripped text (missing where empty), and notes to print. The index is the row number in the file."""
-    path = Path(path)
+    path = as_stored(path)
     if not path.is_file():
         cure = "Expected a .csv, .tsv, .xlsx or .parquet file; correct `table`."
         raise UserError("no such table", where=path, cure=cure, kind="missing")

@@ -190,8 +190,8 @@ def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: _Log) 
         distinct = rows.drop_duplicates([key, *facts])
         torn = distinct.loc[distinct[key].duplicated(), key].unique()
         if len(torn):
-            who = f"{len(torn)} {'slides' if key == 'slide' else 'patients'} ({', '.join(torn[:5])})"
-            what = f"{who} have rows that differ in {' or '.join(facts)}"
+            who = f"{counted(len(torn), 'slide' if key == 'slide' else 'patient')} ({', '.join(torn[:5])})"
+            what = f"{who} with rows that differ in {' or '.join(facts)}"
             raise UserError(what, where=log.where, cure="Correct the table.", kind="contradiction")
     repeated = rows["slide"].duplicated()
     if repeated.any():
@@ -254,7 +254,7 @@ def _read_ids(frame: pd.DataFrame, columns: Columns, log: _Log, files: Iterable[
     cells = rows["slide"].map(parts_of, na_action="ignore")
     several = sum(len(parts) > 1 for parts in cells.dropna())
     if several:
-        log.note(f"{several} cells of {columns.slide!r} list several slides; each becomes a row")
+        log.note(f"several slides in {counted(several, 'cell')} of {columns.slide!r}; each becomes a row")
     return rows.assign(slide=cells).explode("slide", ignore_index=True)
 
 
@@ -289,7 +289,9 @@ def _fill_slides(rows: pd.DataFrame, files: Iterable[str | Path] | None, log: _L
     if blank.any() and files is not None:
         owned = files_of_cases(rows.loc[blank, "case"].unique(), files)
         count = sum(map(len, owned.values()))
-        log.note(f"slides of {len(owned)} patients found by name: {count} files start with a patient's id")
+        log.note(
+            f"slides of {counted(len(owned), 'patient')} found by name: {counted(count, 'file')} with a patient's id in front"
+        )
         stems = {case: sorted(map(slide_stem, paths)) for case, paths in owned.items()}
         named = rows[~blank]
         found = rows[blank].assign(slide=rows.loc[blank, "case"].map(stems)).explode("slide")
@@ -317,11 +319,11 @@ def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: 
     patients: Patients = "barcode" if tcga.any() else "column"
     if tcga.any():
         count = rows.loc[tcga, "case"].nunique()
-        log.note(f"no patient column: patient = first 12 characters of the TCGA barcode ({count} patients)")
+        log.note(f"no patient column: patient = first 12 characters of the TCGA barcode ({counted(count, 'patient')})")
     if chosen:
         patients = "slide"
         if columns.case == NO_CASE:
-            log.note(f"case: none, as chosen: each of {len(rows)} slides counts as a patient of its own")
+            log.note(f"case: none, as chosen: {counted(len(rows), 'slide')}, each a patient of its own")
     elif other.any() and columns.case is not None:
         patients = "partly"
         without = counted(int(other.sum()), "slide")
@@ -331,7 +333,7 @@ def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: 
         )
     elif other.any():
         patients = "unknown"
-        what = f"no patient column: {int(other.sum())} slides count as patients of their own, so slides of one patient may be in two parts"
+        what = f"no patient column: {counted(int(other.sum()), 'slide')} counted as a patient each, so slides of one patient may be in two parts"
         used = [name for value in vars(columns).values() for name in (value if isinstance(value, tuple) else (value,))]
         likely = possible_patients(frame, used)[:3]
         if likely:
@@ -351,5 +353,5 @@ def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: 
         )
     if "site" not in rows and all(map(tcga_patient, rows["case"])):
         rows["site"] = rows["case"].str[5:7].str.upper()
-        log.note(f"site: the two characters after 'TCGA-' ({rows['site'].nunique()} sites)")
+        log.note(f"site: the two characters after 'TCGA-' ({counted(rows['site'].nunique(), 'site')})")
     return rows, patients

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import read_tensors, write_tensors
 from gated_srp.foreign import huggingface, timm, torch_mha
 from gated_srp.foreign.neighbourhood import Neighbourhood
@@ -194,7 +194,7 @@ def attach(
         cure = "Pass last=False (CLS alone: the last layer needs no gate) or last=True (patches are pooled, or all rows are used)."
         raise UserError(what, where=f"attach({type(model).__name__})", cure=cure)
     if None not in (front, found.front) and front != found.front:
-        what = f"front is {front}, but the model puts {found.front} rows before the patches"
+        what = f"front is {front}, but the model puts {counted(found.front or 0, 'row')} before the patches"
         raise UserError(what, where=f"attach({type(model).__name__})", cure="Leave front out.")
     neighbourhood = Neighbourhood(window, found.grid or grid, front if found.front is None else found.front)
     place = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -6,7 +6,7 @@ Shapes: B batch, N patches, L rows (patches and whatever stands in front of them
 import torch
 from torch import Tensor
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.srp import PatchGraph
 
 MOST_IN_FRONT = 16  # CLS, distillation and register tokens of known encoders; more than these have to be named
@@ -143,7 +143,7 @@ class Neighbourhood:
         whole = length == covered and graph.before > 0  # the graph speaks for every row: nothing is left to guess
         other = not whole and self.front is not None and self.front != front
         if other or graph.num_bags != batch or length < covered:
-            stand = "" if self.front is None else f" behind {self.front} rows of CLS and registers"
+            stand = "" if self.front is None else f" behind {counted(self.front, 'row')} of CLS and registers"
             what = (
                 f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches{stand}"
             )
@@ -155,7 +155,7 @@ class Neighbourhood:
         if self.front is None and not whole:
             if front > MOST_IN_FRONT:
                 what = f"attention over {batch} x {length} rows, but the graph has {graph.num_bags} x {covered} patches: is it the graph of another slide?"
-                here = f"{front} rows would stand in front of the patches."
+                here = f"{counted(front, 'row')} would stand in front of the patches."
                 cure = f"{here} Set the graph of this slide; or say it, if it is so: attach(model, front={front})."
                 raise UserError(what, where="attach", cure=cure)
             self.front = front

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.foreign.neighbourhood import Neighbourhood
 from gated_srp.srp import GatedSRP
 
@@ -237,9 +237,7 @@ def looking(model: nn.Module) -> Iterator[None]:
 def check_rows(module: nn.Module, seen: tuple[int, int], cells: tuple[int, int], front: int) -> None:
     """Refuse attention that saw other rows, (batch, rows), than all of a blank image's patches and those in front."""
     if seen != (1, front + cells[0] * cells[1]):
-        what = (
-            f"sees {seen[0]} x {seen[1]} rows of an image of {cells[0]} x {cells[1]} patches and {front} rows in front"
-        )
+        what = f"sees {seen[0]} x {seen[1]} rows of an image of {cells[0]} x {cells[1]} patches and {counted(front, 'row')} in front"
         cure = "Attention in windows, or over other rows, hides neighbours from the correction."
         raise UserError(what, where=type(module).__name__, cure=cure)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gated_srp.bounded import try_out
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
+from gated_srp.files import as_stored
 from gated_srp.models.arms import ARMS, build_model, find_arm
 from gated_srp.models.slide import SlideModel
 from gated_srp.models.store import save_model
@@ -87,7 +88,7 @@ def convert(checkpoint: str | Path, output: str | Path, *, classes: Sequence[str
     if classes:
         outputs, named = model.settings["num_outputs"], len(set(classes))
         if not named == len(classes) == outputs:
-            what = f"{named} classes are named, but the model has {outputs} outputs"
+            what = f"{counted(named, 'class')} named, but the model has {counted(outputs, 'output')}"
             raise opened.error(what, cure="Name each output once, in the order of training.")
         card |= {"task": "multilabel" if model.images else "classification", "classes": list(classes)}
     if model.images:
@@ -112,6 +113,7 @@ class _Checkpoint:
     @classmethod
     def open(cls, path: Path) -> "_Checkpoint":
         try:
+            path = as_stored(path)
             try_out(_unpickle, path)
             found = _unpickle(path)
         except FileNotFoundError:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gated_srp.errors import UserError, counted
-from gated_srp.files import has_its_checksum, read_tensors, tensors_hash, write_tensors
+from gated_srp.files import as_stored, has_its_checksum, read_tensors, tensors_hash, write_tensors
 from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
@@ -24,6 +24,7 @@ def save_model(model: SlideModel, path: Path, card: dict[str, Any] | None = None
 
 def model_file(run: Path) -> Path:
     """The model.safetensors of a run's folder; anything but a folder is returned as it is."""
+    run = as_stored(run)
     if not run.is_dir():
         return run
     file = run / "model.safetensors"

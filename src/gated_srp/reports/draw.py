@@ -13,6 +13,7 @@ import torch
 
 from gated_srp.data.matching import slide_stem
 from gated_srp.errors import UserError
+from gated_srp.files import as_stored
 from gated_srp.reports.maps import SHUT, Patches, PatchMap
 from gated_srp.slides.reader import ENDINGS, SlideImage, SlideInfo
 from gated_srp.srp.coefficient import regimes
@@ -75,14 +76,15 @@ def find_image(patches: Patches, given: Path | None) -> Path | None:
 
     A feature file may name any path: that is believed only where it lies in that folder.
     """
+    given = given and as_stored(given)
     if given is None or not given.is_dir() or given.suffix.lower() in ENDINGS:
         return given
     home, noted = given.resolve(), patches.header.wsi_path
     stem = slide_stem(patches.header.path)
     if noted is not None and (place := (home / noted).resolve()).is_relative_to(home) and place.is_file():
         return place
-    names = {stem, *([noted.stem] if noted is not None else [])}
-    found = [path for path in sorted(home.rglob("*")) if path.suffix.lower() in ENDINGS and path.stem in names]
+    names = {stem, *([slide_stem(noted)] if noted is not None else [])}
+    found = [path for path in sorted(home.rglob("*")) if path.suffix.lower() in ENDINGS and slide_stem(path) in names]
     return found[0] if found else None
 
 

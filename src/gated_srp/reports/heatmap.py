@@ -13,7 +13,7 @@ from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError
-from gated_srp.files import write_image
+from gated_srp.files import as_stored, write_image
 from gated_srp.models import arm_title, load_card, model_file
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.reports import maps
@@ -151,6 +151,7 @@ def heatmap(
 
 def feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:
     """All files of a folder that come from the first run's encoder, else the file itself; anything else is refused with a cure."""
+    where = as_stored(where)
     if where.suffix.lower() in ENDINGS:
         raise UserError(
             "a slide image, expected its feature file",

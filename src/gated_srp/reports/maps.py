@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gated_srp.data.bag import BagHeader
 from gated_srp.data.loader import SlideBag
 from gated_srp.data.prepared import Preparation, kept_rows, open_header
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import model_file
 from gated_srp.models.nystrom import DifferentialAttention
 from gated_srp.srp.module import GatedSRP
@@ -309,7 +309,7 @@ def read_scores(path: Path, patches: Patches) -> PatchMap:
         values = given[patches.rows]
     else:
         raise UserError(
-            f"{len(table)} rows for {patches.header.shape[0]} patches",
+            f"{counted(len(table), 'row')} for {counted(patches.header.shape[0], 'patch')}",
             where=path,
             cure="Expected one row per patch in the file's order, or columns x and y with the patches' top-left corners.",
         )

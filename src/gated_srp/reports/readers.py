@@ -23,7 +23,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gated_srp.data.matching import slide_stem
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import write_json, write_whole
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.reports.draw import find_image, overview
@@ -128,7 +128,7 @@ def readers(
     """
     paths = [Path(run) for run in runs]
     if len(paths) != 2:
-        raise UserError(f"{len(paths)} runs", where="readers", cure="Name the two runs to compare.")
+        raise UserError(counted(len(paths), "run"), where="readers", cure="Name the two runs to compare.")
     if value not in VALUES:
         raise UserError(f"expected one of {', '.join(VALUES)}.", where=f"--value {value}")
     files = feature_files(Path(features), paths)

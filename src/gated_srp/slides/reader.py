@@ -17,6 +17,7 @@ from PIL import Image
 
 from gated_srp.bounded import ForeignFailure, try_out
 from gated_srp.errors import UserError
+from gated_srp.files import as_stored
 
 ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm")
 NOMINAL = (1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -56,7 +57,7 @@ class SlideImage:
     """An open slide. Use it in a ``with``; each process opens its own."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_stored(path)
         if not self.path.exists():
             raise SlideError(self.path, "no such file", cure="Check the path.", kind="missing")
         try:
@@ -140,6 +141,7 @@ class SlideImage:
 
 def find_slides(where: Path) -> list[Path]:
     """The slide files of a folder and those below it, or the file itself."""
+    where = as_stored(where)
     if where.is_file():
         return [where]
     if not where.is_dir():

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, UnidentifiedImageError
 from scipy import ndimage
 
 from gated_srp.errors import UserError, counted
-from gated_srp.files import write_image
+from gated_srp.files import as_stored, write_image
 from gated_srp.slides.reader import SlideError, SlideImage, SlideInfo, nominal_magnification
 
 _SAME = 0.02  # relative difference of two magnifications that are one: no resampling
@@ -253,6 +253,7 @@ _FEWEST = 4  # least patches of a photograph: there must be neighbours, and othe
 
 def find_photographs(folder: Path) -> list[Path]:
     """Image files of a folder and those below it."""
+    folder = as_stored(folder)
     if not folder.is_dir():
         cure = f"Expected a folder of photographs ({', '.join(PHOTOGRAPHS)})."
         raise UserError("no such folder", where=folder, cure=cure)

@@ -334,7 +334,7 @@ class Survival(Task):
         facts = {"threshold": card["median_risk"], "cases": counts}
         facts |= {"log_rank_statistic": found.statistic, "log_rank_p": found.p_value}
         test = "no test" if math.isnan(found.p_value) else f"log-rank p {found.p_value:.4g}"
-        said = f"split at the training median risk: {counts['high']} cases high, {counts['low']} low, {test}"
+        said = f"split at the training median risk: {counted(counts['high'], 'case')} high, {counts['low']} low, {test}"
         return Findings({"risk_group": group}, {"kaplan_meier": found.curves}, {"risk_groups": facts}, (said,))
 
     @property

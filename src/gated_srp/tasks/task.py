@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAl
 
 from numpy.typing import NDArray
 
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.records import parse_numbers
 
 if TYPE_CHECKING:
@@ -390,6 +390,6 @@ def refuse_unreadable(cells: Cells, wrong: pd.Series[bool], where: Path, expecte
     """Raise for cells that cannot be read, with the first few rows."""
     if wrong.any():
         rows = "; ".join(f"row {row}: {cells[row]!r}" for row in cells.index[wrong][:5])
-        said = f"column {cells.name!r} holds {wrong.sum()} values that cannot be read ({rows}). Expected {expected}"
+        said = f"column {cells.name!r} holds {counted(int(wrong.sum()), 'value')} that cannot be read ({rows}). Expected {expected}"
         cure = "Correct the cells, list words for an empty one as `missing`, or name another column in the config."
         raise UserError(said, where=where, cure=cure)

@@ -150,7 +150,11 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
     for row, error in errors:
         where = f"{files[row]} (slide {inputs.slides['slide'][row]!r}, in {inputs.slides['part'][row]})"
         more = f"; {counted(len(errors) - 1, 'more file')} of {len(files)} cannot be used" if len(errors) > 1 else ""
-        raise error.changed(what=f"{error.what}{more}", where=where, cure=f"{error.cure} {_LEAVE_OUT}".strip())
+        raise error.changed(
+            what=f"{error.what}{more}",
+            where=where,
+            cure=f"{error.cure} {_LEAVE_OUT if len(errors) < len(files) else ''}".strip(),
+        )
     if len({width for _, width, _ in headers}) == 1 >= len({name for _, _, name in headers if name}):
         return
     from gated_srp.checks import findings, survey  # not above: it is rarely needed

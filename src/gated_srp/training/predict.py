@@ -25,7 +25,7 @@ from gated_srp.data.matching import match_slides, slide_stem, tcga_patient
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted, joined
-from gated_srp.files import write_whole
+from gated_srp.files import as_stored, write_whole
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.records import csv_text
 from gated_srp.tasks import Task
@@ -161,7 +161,7 @@ def _named(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFram
 
 def files_for(run: TrainedRun, place: str | Path) -> list[Path]:
     """The files of a folder that a model reads, images or features; or the one file. Of several encoders, the model's."""
-    place = Path(place)
+    place = as_stored(place)
     if place.is_file():
         return [place]
     if run.images is not None:

@@ -25,6 +25,7 @@ from gated_srp.data.loader import SlideBag, SlideDataset, Variation
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError, joined
+from gated_srp.files import as_stored
 from gated_srp.models import SlideModel, load_card, load_model, model_file
 from gated_srp.tasks import Task, task_from_card
 from gated_srp.tasks.task import Columns
@@ -54,7 +55,8 @@ class TrainedRun:
         """From a run's folder, or its model.safetensors."""
         if isinstance(run, TrainedRun):
             return run
-        return cls(Path(run), load_card(model_file(Path(run))))
+        run = as_stored(run)
+        return cls(run, load_card(model_file(run)))
 
     def load(self) -> SlideModel:
         """The model, on the CPU, in evaluation mode."""

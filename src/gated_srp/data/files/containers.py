@@ -24,6 +24,7 @@ from torch import Tensor
 from gated_srp.bounded import ForeignFailure, try_out
 from gated_srp.data.bag import BagError
 from gated_srp.errors import UserError
+from gated_srp.files import as_stored
 
 CONTAINERS = {  # by ending: module, imported when a file asks for it, and class
     ".h5": ("containers", "Hdf5File"),
@@ -146,6 +147,7 @@ def unfolded(stored: int) -> int:
 @contextmanager
 def opened(path: Path) -> Iterator[Container]:
     """The file as named arrays, for the length of a ``with``; whatever goes wrong inside leaves as a `BagError`."""
+    path = as_stored(path)
     _check_path(path)
     try:
         module, name = CONTAINERS[path.suffix.lower()]

@@ -26,7 +26,7 @@ from gated_srp.data.files.siblings import (
     read_positions,
 )
 from gated_srp.data.files.stride import lattice_of, number, stamp_positions, text
-from gated_srp.errors import Note
+from gated_srp.errors import Note, counted
 
 _FEATURES = ("features", "feats", "patch_embeddings", "embeddings")
 _MOST = 8  # names of arrays in a message
@@ -108,7 +108,7 @@ def _describe(
             cure = "Gated SRP needs one row per patch; point at the folder of patch features."
             raise file.error("slide_embedding", what, cure)
         cure = "They come from different extractions, or one was interrupted; extract the slide again."
-        what = f"{shape[0]} rows of features, but {len(positions.values)} positions"
+        what = f"{counted(shape[0], 'row')} of features, but {len(positions.values)} positions"
         raise file.error("row_mismatch", what, cure)
     noted = _encoder_name(key, own, root)
     if encoder and noted and not may_be_same(encoder, noted) and is_known(encoder) and is_known(noted):
@@ -168,7 +168,10 @@ def _of_encoder(file: Container, inside: list[str], encoder: str | None) -> str:
         if len(names) == 1:
             return inside[0]
         example = canonical(next(iter(names)))
-        what, cure = f"features of several encoders ({listed})", f"Choose one by name: encoder={example!r}."
+        what, cure = (
+            f"features of several encoders ({listed})",
+            f"Choose one: `encoder: {example}` in the YAML, encoder={example!r} in Python.",
+        )
         raise file.error("several_encoders", what, cure, found=tuple(names))
     if encoder in names:
         return names[encoder]

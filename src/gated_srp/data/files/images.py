@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gated_srp.data.bag import Bag, BagError, BagHeader
 from gated_srp.errors import UserError
+from gated_srp.files import as_stored
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,7 +53,7 @@ class ImageGrid:
 
 def find_images(folder: str | Path) -> list[Path]:
     """Image files of a folder and those below it, sorted."""
-    folder = Path(folder)
+    folder = as_stored(folder)
     if not folder.is_dir():
         cure = f"Expected a folder of images ({', '.join(ENDINGS)})."
         raise UserError("no such folder", where=folder, cure=cure, kind="missing")

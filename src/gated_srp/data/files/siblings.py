@@ -17,6 +17,7 @@ from torch import Tensor
 from gated_srp.data.bag import BagError
 from gated_srp.data.files.containers import CONTAINERS, Container, opened
 from gated_srp.errors import Note, UserError, counted
+from gated_srp.files import as_stored
 
 SLIDE_IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".dcm", ".vms", ".vmu", ".svslide", ".bif", ".czi")
 
@@ -43,7 +44,7 @@ class Positions(NamedTuple):
 
 def position_files(path: Path, coords: Path | None = None) -> Iterator[Path]:
     """Existing files that may hold the positions of this bag's patches, the likeliest first; ``coords``: in this folder alone."""
-    return filter(Path.is_file, _position_places(path, coords))
+    return filter(Path.is_file, map(as_stored, _position_places(path, coords)))
 
 
 def _position_places(path: Path, coords: Path | None) -> Iterator[Path]:
@@ -151,7 +152,7 @@ def find_bags(folder: str | Path, *, encoder: str | None = None) -> list[Path]:
 
 def look_into(folder: str | Path, *, encoder: str | None = None) -> Folder:
     """As `find_bags`, with what a user should be told was left out."""
-    folder = Path(folder)
+    folder = as_stored(folder)
     if not folder.is_dir():
         cure = f"Expected a folder of feature files ({', '.join(CONTAINERS)})."
         raise UserError("no such folder", where=folder, cure=cure, kind="missing")
@@ -170,7 +171,7 @@ def embeddings_left_out(embeddings: Sequence[Path]) -> tuple[Note, ...]:
     if not embeddings:
         return ()
     folders = sorted({path.parent.name for path in embeddings})
-    what = f"{len(embeddings):,} slide embeddings, one vector per slide, are left out ({', '.join(folders)})"
+    what = f"{counted(len(embeddings), 'slide embedding')}, one vector per slide, left out ({', '.join(folders)})"
     return (Note("note", "slide_embeddings", what, cure="Nothing to do: Gated SRP reads features of patches."),)
 
 

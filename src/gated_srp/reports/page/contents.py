@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from gated_srp.errors import UserError
+from gated_srp.files import as_stored
 from gated_srp.models import arm_title
 from gated_srp.records import Check, Comparison, Record, read_record, read_rows
 from gated_srp.tasks import Task, find_task, task_from_card
@@ -148,6 +149,7 @@ class Contents:
 
 def read_contents(home: Path) -> Contents:
     """Look through a folder; refuse one that holds nothing to report."""
+    home = as_stored(home)
     if not home.is_dir():
         cure = "Expected the folder of a run, of a comparison, or one above them."
         raise UserError("no such folder", where=home, cure=cure)

@@ -332,5 +332,5 @@ def _mean(values: Sequence[float] | None) -> Cell:
     if not values:
         return cell(None)
     middle = mean(values)
-    seeds = f" ({len(values)} seeds)" if len(values) > 1 else ""
+    seeds = f" ({counted(len(values), 'seed')})" if len(values) > 1 else ""
     return cell(middle, f"{middle:.3f}{seeds}" if math.isfinite(middle) else f"–{seeds}")
