@@ -117,7 +117,7 @@ def test_a_cell_that_is_no_number_is_refused_with_its_row(tmp_path):
     lines = table.read_text().splitlines()
     lines[2] = lines[2].rsplit(",", 1)[0] + ",high"
     table.write_text("\n".join(lines) + "\n")
-    with pytest.raises(gated_srp.UserError, match=r"column 'expression' holds 1 values that cannot be read \(row 3"):
+    with pytest.raises(gated_srp.UserError, match=r"column 'expression' holds 1 value that cannot be read \(row 3"):
         gated_srp.train(yaml)
 
 

@@ -258,7 +258,7 @@ def find_annotations(place: str | Path, slides: Sequence[str]) -> dict[str, Path
     place = Path(place)
     if place.is_file():
         if len(slides) != 1:
-            what = f"one file of annotations for {len(slides)} slides"
+            what = f"one file of annotations for {counted(len(slides), 'slide')}"
             raise UserError(what, where=place, cure="Name the folder with a file per slide.", kind="annotations")
         return {slides[0]: place}
     if not place.is_dir():
@@ -271,7 +271,7 @@ def find_annotations(place: str | Path, slides: Sequence[str]) -> dict[str, Path
     double = {slide: named[stem] for slide, stem in matches.found.items() if len(named[stem]) > 1}
     double |= {slide: [named[stem][0] for stem in stems] for slide, stems in matches.several.items()}
     for slide, files in double.items():
-        what = f"slide {slide} has {len(files)} files of annotations: {', '.join(file.name for file in files[:4])}"
+        what = f"slide {slide} has {counted(len(files), 'file')} of annotations: {', '.join(file.name for file in files[:4])}"
         raise UserError(what, where=place, cure="Keep one of them in the folder.", kind="annotations")
     if not matches.found:
         listed = ", ".join(path.name for files in list(named.values())[:3] for path in files) or "none"
