@@ -97,7 +97,9 @@ def arms_page() -> str:
         _MADE.format(" from the table `ARMS` of `models/arms.py`"),
         "An arm is a model by name: `train --arm NAME`, `compare --arms NAME,NAME`, `arms: [NAME, NAME]` in the YAML, "
         '`build_model("NAME", ...)` in Python; `gated-srp arms` prints this list. All run through the same loop, splits and statistics. '
-        "Parameters are counted with four outputs, features of width 1536 and the default sizes.",
+        'Parameters are counted with four outputs, features of width 1536 and the default sizes. An arm that "starts as" another gives the '
+        "same logits before training, bit for bit; all arms of a study share every start weight of the same name and shape. What a patch "
+        "costs depends on the machine: `gated-srp bench` measures it.",
     ]
     for trunk, (title, width) in groups.items():
         rows = []
@@ -107,10 +109,24 @@ def arms_page() -> str:
                     model = arm.build(width, 4, Sizes(**arm.defaults))
                 size = f"{sum(one.numel() for one in model.parameters()):,}"
                 assert arm.refuses == model.refuses
-                rows.append((f"`{name}`", arm.title, size, arm.about, ", ".join(arm.refuses)))
-        lines += [f"## {title}", _table(("arm", "in tables", "parameters", "what it does", "not for"), rows)]
+                start = f"`{arm.starts_as}`" if arm.starts_as else ""
+                rows.append((f"`{name}`", arm.title, size, start, arm.about, ", ".join(arm.refuses)))
+        header = ("arm", "in tables", "parameters", "starts as", "what it does", "not for")
+        lines += [f"## {title}", _table(header, rows)]
     reasons = [f"- `{name}`, {task}: {why}" for name, arm in ARMS.items() for task, why in arm.refuses.items()]
-    return "\n\n".join([*lines, "## Why not", "\n".join(reasons)]) + "\n"
+    checked: dict[str, list[str]] = {}
+    for name, arm in ARMS.items():
+        if arm.checked:
+            checked.setdefault(arm.checked, []).append(f"`{name}`")
+    lines += [
+        "## What was checked",
+        "Models of other publications are written from their texts. Each is held by `tests/models` to a plain loop over the formula in its "
+        "docstring; none was compared with numbers of its authors' programs.",
+        "\n".join(f"- {', '.join(names)}: {said}" for said, names in checked.items()),
+        "## Why not",
+        "\n".join(reasons),
+    ]
+    return "\n\n".join(lines) + "\n"
 
 
 def commands_page() -> str:

@@ -1,24 +1,153 @@
-"""What an arm says of itself is true of the model that it builds."""
+"""What an arm says of itself is true of the model that it builds, and every arm does what every command asks of it.
 
+All tests run over the whole table: a new arm is tried by itself.
+"""
+
+import copy
 from dataclasses import fields
+from functools import cache
 
 import pytest
+import torch
+from torch.nn import functional as F
 
+from gated_srp import PatchGraph, trace
 from gated_srp.config.cohort import ModelConfig
 from gated_srp.errors import UserError
-from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm
-from gated_srp.models.attention import DenseAttention
-from gated_srp.models.nystrom import DifferentialAttention
+from gated_srp.machine import has_bf16
+from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm, load_model, save_model
+from gated_srp.models.attention import Attention
+from gated_srp.models.fast import plain_forwards
 from gated_srp.srp import FixedCoefficient, SignedGate
 
-SMALL = {"in_dim": 8, "num_outputs": 2, "dim": 12, "num_heads": 2, "depth": 2, "num_landmarks": 4}
+SMALL = {"in_dim": 8, "num_outputs": 2, "dim": 12, "num_heads": 2, "depth": 3, "num_landmarks": 4, "hidden_dim": 4}
+PATCHES = 13
+TARGET = torch.tensor([1])
+
+
+@cache
+def bag(count: int = PATCHES) -> tuple[torch.Tensor, PatchGraph]:
+    """A lattice with a hole and a patch apart."""
+    draw = torch.Generator().manual_seed(count)
+    cells = torch.cartesian_prod(torch.arange(4), torch.arange(5))[torch.randperm(20, generator=draw)[:count]]
+    cells[-1] += 20
+    features = torch.randn(1, count, 8, generator=draw)
+    return features, PatchGraph.from_coords(cells * 256, features[0], stride=256)
+
+
+def small(name: str, seed: int = 3, **changes):
+    return build_model(name, seed=seed, **{**SMALL, "num_patches": PATCHES, **changes})
+
+
+@cache
+def shaken(name: str):
+    """Away from the start values, so that every part shows in the logits."""
+    model, draw = small(name), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.starts_as])
+def test_an_arm_starts_as_the_one_that_it_names_bit_for_bit(name):
+    """With gradients and without: training and prediction take different paths."""
+    model, other = (small(arm).eval() for arm in (name, find_arm(name).starts_as))
+    assert torch.equal(model(*bag()), other(*bag()))
+    with torch.no_grad():
+        assert torch.equal(model(*bag()), other(*bag()))
+
+
+def test_gates_and_controls_start_as_what_they_correct_unless_they_say_otherwise():
+    gated = {name for name, arm in ARMS.items() if arm.gated}
+    started = {name for name, arm in ARMS.items() if arm.starts_as}
+    assert gated - started == {"gated_srp_sigmoid", "gated_srp_xavier", "gated_srp_kaiming"}
+    assert started - gated == {"adapter"}
+
+
+@pytest.mark.parametrize("name", ARMS)
+class TestEveryArm:
+    def test_it_shares_every_start_weight_of_the_same_name_and_shape(self, name):
+        model, base = (small(arm).state_dict() for arm in (name, find_arm(name).base))
+        common = [key for key in model if key in base and model[key].shape == base[key].shape]
+        assert "head.bias" in common and all(torch.equal(model[key], base[key]) for key in common)
+        again, other = (small(name, seed=seed).state_dict() for seed in (3, 4))
+        assert all(torch.equal(model[key], again[key]) for key in model)
+        assert any(not torch.equal(model[key], other[key]) for key in model)
+
+    def test_it_learns_in_every_weight_with_a_random_stream_of_its_own(self, name):
+        features, graph = bag()
+        model = copy.deepcopy(shaken(name)).train()
+        losses = []
+        for _ in range(2):
+            keep = model.draw_keep(1, generator=torch.Generator().manual_seed(1))
+            losses.append(model.training_loss(features, graph, TARGET, loss=F.cross_entropy, keep=keep))
+        assert torch.equal(*losses)
+        model.drop_path = 0.0
+        model.training_loss(features, graph, TARGET, loss=F.cross_entropy).backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+        silent = {key for key, p in model.named_parameters() if not p.grad.any()}
+        may_be = ("instance_heads", *(["correction"] if name == "gated_srp_nonnegative" else []))  # sure; shut
+        assert not {key for key in silent if not any(part in key for part in may_be)}
+
+    def test_checkpointing_changes_no_number(self, name):
+        features, graph = bag()
+        model, grads = copy.deepcopy(shaken(name)).train(), []
+        keep = model.draw_keep(1, generator=torch.Generator().manual_seed(0))
+        for model.checkpointing in (False, True):
+            model.zero_grad()
+            model(features, graph, keep).square().sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+    def test_a_prediction_equals_the_plain_forward(self, name):
+        model, (features, graph) = copy.deepcopy(shaken(name)).double(), bag()
+        with torch.no_grad():
+            fast = model(features.double(), graph)
+            with plain_forwards():
+                torch.testing.assert_close(fast, model(features.double(), graph), atol=1e-5, rtol=1e-5)  # pinv: float32
+
+    def test_it_runs_in_bf16_near_float32(self, name):
+        if not has_bf16():
+            pytest.skip("this machine cannot multiply in bf16")
+        model, (features, graph) = copy.deepcopy(shaken(name)), bag()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(features, graph)
+            logits.float().square().sum().backward()
+        expected = model(features, graph).detach()
+        torch.testing.assert_close(logits.float(), expected, atol=0.15 * max(1.0, float(expected.abs().max())), rtol=0)
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+    def test_its_maps_have_a_value_for_each_patch(self, name):
+        model, (features, graph) = shaken(name), bag()
+        if not any(hasattr(part, "cls_attention") for part in model.modules()):
+            pytest.skip("has no attention to show")
+        with trace(model) as seen, torch.no_grad():
+            logits = model(features, graph)
+        assert torch.isfinite(logits).all()
+        for layer in seen:
+            assert layer.cls_attention.shape[-1] == PATCHES and torch.isfinite(layer.cls_attention).all()
+        if find_arm(name).gated:
+            betas = [layer.beta for layer in seen if layer.beta is not None]
+            assert betas and all(beta.shape[-1] == PATCHES for beta in betas)
+
+    def test_it_comes_back_from_a_file_and_takes_one_patch_in_half_precision(self, name, tmp_path):
+        model = shaken(name)
+        save_model(model, tmp_path / "model.safetensors")
+        loaded = load_model(tmp_path / "model.safetensors")
+        with torch.no_grad():
+            assert torch.equal(loaded(*bag()), model(*bag()))
+            if not model.images:
+                lone = PatchGraph.from_coords(torch.zeros(1, 2, dtype=torch.long), stride=1)
+                logits = model(torch.randn(1, 1, 8).half(), lone)
+                assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_knows_what_it_builds(name):
     arm, parts = find_arm(name), list(build_model(name, **SMALL).modules())
     assert arm.gated == any(isinstance(part, SignedGate) for part in parts)
-    assert arm.dense == any(type(part) in (DenseAttention, DifferentialAttention) for part in parts)
+    assert arm.dense == any(isinstance(part, Attention) and part.dense for part in parts)
     assert arm.images == build_model(name, **SMALL).images
     assert arm.method <= arm.gated  # Gated SRP is gated
 

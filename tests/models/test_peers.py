@@ -1,6 +1,5 @@
 """The peers against naive loops of the equations in their docstrings, and as the training loop uses them."""
 
-import copy
 import math
 
 import pytest
@@ -9,7 +8,7 @@ from reference import gated, homogeneity, neighbour_lists
 from torch.nn import functional as F
 
 from gated_srp import PatchGraph, UserError, trace
-from gated_srp.models import ARMS, build_model, load_model, save_model
+from gated_srp.models import ARMS, build_model
 from gated_srp.models.attention import LocalAttention
 from gated_srp.models.peers import (
     ABMIL,
@@ -97,10 +96,8 @@ def test_srp_in_front_of_abmil_corrects_the_features_along_their_neighbours_mean
     torch.testing.assert_close(model(features, graph)[0], gated_pooling(model, rows)[0], atol=1e-6, rtol=1e-6)
 
 
-def test_untrained_srp_leaves_abmil_bit_equal():
-    features, graph, _ = bag()
-    plain, corrected = (build_model(arm, seed=3, **SMALL).eval() for arm in ("abmil", "srp_abmil"))
-    assert torch.equal(plain(features.float(), graph), corrected(features.float(), graph))
+def test_srp_in_front_of_abmil_costs_a_gate_of_one_head():
+    plain, corrected = (build_model(arm, **SMALL) for arm in ("abmil", "srp_abmil"))
     assert sum(p.numel() for p in corrected.parameters()) - sum(p.numel() for p in plain.parameters()) == 4 * 8 + 9 + 5
 
 
@@ -278,59 +275,13 @@ def test_local_attention_has_the_same_gradient_with_and_without_recomputation():
 
 
 @pytest.mark.parametrize("arm", PEERS)
-class TestEveryPeer:
-    def test_starts_from_seed_and_name_alone_and_comes_back_from_a_file(self, arm, tmp_path):
-        features, graph, _ = bag()
-        model = build_model(arm, seed=5, **SMALL).eval()
-        torch.manual_seed(99)
-        again = build_model(arm, seed=5, **SMALL).eval()
-        other = build_model(arm, seed=6, **SMALL).eval()
-        logits = model(features.float(), graph)
-        assert logits.shape == (1, 3) and torch.equal(logits, again(features.float(), graph))
-        assert not torch.equal(logits, other(features.float(), graph))
-        save_model(model, tmp_path / "model.safetensors")
-        assert torch.equal(load_model(tmp_path / "model.safetensors")(features.float(), graph), logits)
-
-    def test_trains_with_a_random_stream_of_its_own(self, arm):
-        features, graph, _ = bag()
-        model = build_model(arm, seed=5, drop_path=0.0, **SMALL).train()
-        losses = []
-        for _ in range(2):
-            keep = model.draw_keep(1, generator=torch.Generator().manual_seed(4))
-            if hasattr(model, "training_loss"):
-                target = torch.tensor([1])
-                loss = model.training_loss(features.float(), graph, target, loss=F.cross_entropy, keep=keep)
-            else:
-                loss = F.cross_entropy(model(features.float(), graph, keep), torch.tensor([1]))
-            losses.append(loss)
-        assert torch.equal(*losses)
-        losses[0].backward()
-        silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-        zero_gradient = (
-            "coefficient.token_hidden",
-            "conv",
-            "residual",
-        )  # behind a zero layer; kernels beyond the square
-        assert [n for n in silent if not any(part in n for part in zero_gradient)] == []
-
-    def test_accepts_one_patch_and_half_precision_features(self, arm):
-        graph = PatchGraph.from_coords(torch.zeros(1, 2, dtype=torch.long), stride=1)
-        model = build_model(arm, seed=5, **SMALL).eval()
-        logits = model(torch.randn(1, 1, 10).half(), graph)
-        assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
-
-    def test_refuses_features_of_another_encoder(self, arm):
-        _, graph, _ = bag()
-        model = build_model(arm, **SMALL)
-        with pytest.raises(UserError, match="another encoder"):
-            model(torch.randn(1, 19, 11), graph)
-        with pytest.raises(UserError, match="graph"):
-            model(torch.randn(1, 18, 10), graph)
-
-    def test_copies(self, arm):
-        features, graph, _ = bag()
-        model = build_model(arm, **SMALL).eval()
-        assert torch.equal(copy.deepcopy(model)(features.float(), graph), model(features.float(), graph))
+def test_a_peer_refuses_features_of_another_encoder_and_a_graph_of_other_rows(arm):
+    _, graph, _ = bag()
+    model = build_model(arm, **SMALL)
+    with pytest.raises(UserError, match="another encoder"):
+        model(torch.randn(1, 19, 11), graph)
+    with pytest.raises(UserError, match="graph"):
+        model(torch.randn(1, 18, 10), graph)
 
 
 def test_dropout_of_a_peer_changes_with_its_seed_and_is_off_in_evaluation():

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from gated_srp import lazily
-from gated_srp.models.arms import ARMS, METHOD, TUNED, Sizes, arm_settings, arm_title, build_model, find_arm, is_gated
-from gated_srp.models.slide import SlideModel, SlideTransformer
+from gated_srp.models.arms import ARMS, METHOD, TUNED, arm_settings, arm_title, build_model, find_arm, is_gated
+from gated_srp.models.slide import Sizes, SlideModel, SlideTransformer
 from gated_srp.models.store import load_card, load_model, model_file, save_model
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The arms: a plain table of how each compared model is put together, what is known of each, and `build_model`.
+"""The arms: a plain table of the compared models, each in its parts, and `build_model`.
 
 Nobody outside this package takes an arm's name apart: what the rest needs to know of an arm is a fact of `Arm`.
 """
@@ -6,8 +6,9 @@ Nobody outside this package takes an arm's name apart: what the rest needs to kn
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,111 +16,12 @@ import torch
 from gated_srp import srp
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
-from gated_srp.models.block import Adapter, Block, LastBlock
 from gated_srp.models.nystrom import DifferentialAttention, DifferentialNystrom, NystromAttention
-from gated_srp.models.slide import PPEG, ImageTransformer, SlideModel, SlideTransformer, initialise
-from gated_srp.srp import Coefficient, Direction, GatedSRP, NeighbourMean, OwnValue, SignedGate
+from gated_srp.models.slide import AdaptedArm, Arm, Gate, ImageArm, Sizes, SlideModel, initialise
+from gated_srp.srp import Coefficient, OwnValue
 
 if TYPE_CHECKING:
     from gated_srp.models.peers import Peer
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What an arm may ask of a model's size; the defaults are the paper's. ``num_patches``: of an image, each has a position."""
-
-    dim: int = 384
-    depth: int = 4
-    num_heads: int = 6
-    num_landmarks: int = 64
-    delta: float = 1.0
-    hidden_dim: int = 64
-    drop_path: float = 0.1
-    num_patches: int = 289
-
-    def gate(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> Coefficient:
-        return kind(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
-
-
-class Gate:
-    """Makes the signed gate of an arm; ``changes``: arguments of `SignedGate` that the ablation sets otherwise."""
-
-    def __init__(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> None:
-        self.kind, self.changes = kind, changes
-
-    def __call__(self, sizes: Sizes) -> Coefficient:
-        return sizes.gate(self.kind, **self.changes)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too.
-
-    Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
-    the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
-    attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it.
-    """
-
-    attention: Callable[[Sizes, int], Attention]
-    coefficient: Callable[[Sizes], Coefficient] | None = None
-    direction: Callable[[Sizes], Direction] = lambda sizes: NeighbourMean()
-    last: bool = False
-    position: Callable[[int], PPEG] | None = PPEG
-    title: str = ""
-    about: str = ""
-    trunk: str = "nystrom"
-    base: str = "na"
-    dense: bool = False
-    method: bool = False
-
-    images: ClassVar[bool] = False
-    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
-    refuses: ClassVar[Mapping[str, str]] = {}  # kind of task -> why
-
-    @property
-    def gated(self) -> bool:
-        """Whether it learns a signed gate, whose ``delta`` and ``hidden_dim`` then matter."""
-        return isinstance(self.coefficient, Gate)
-
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
-        blocks = self.blocks(sizes)
-        position = None if self.position is None else self.position(sizes.dim)
-        return SlideTransformer(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
-
-    def correction(self, sizes: Sizes) -> GatedSRP | Adapter | None:
-        if self.coefficient is None:
-            return None
-        return GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
-
-    def blocks(self, sizes: Sizes) -> list[Block]:
-        blocks: list[Block] = []
-        for number in range(sizes.depth):
-            last = number == sizes.depth - 1
-            correction = self.correction(sizes) if self.last or not last else None
-            kind = LastBlock if last else Block
-            blocks.append(kind(sizes.dim, self.attention(sizes, number), correction=correction))
-        return blocks
-
-
-@dataclass(frozen=True)
-class AdaptedArm(Arm):
-    """Control: where the gates would be, adapters with at least as many weights."""
-
-    def correction(self, sizes: Sizes) -> Adapter:
-        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
-        return Adapter(sizes.dim // sizes.num_heads, budget=weights)
-
-
-@dataclass(frozen=True)
-class ImageArm(Arm):
-    """An image model in the same parts: learned positions, twelve blocks."""
-
-    images: ClassVar[bool] = True
-    defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
-
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
-        blocks, patches = self.blocks(sizes), sizes.num_patches
-        return ImageTransformer(in_dim, num_outputs, blocks=blocks, num_patches=patches, drop_path=sizes.drop_path)
 
 
 @dataclass(frozen=True)
@@ -131,6 +33,8 @@ class PeerArm:
     title: str = ""
     about: str = ""
     gated: bool = False
+    starts_as: str = ""
+    checked: str = ""
 
     trunk: ClassVar[str] = "peer"
     base: ClassVar[str] = "na"
@@ -176,6 +80,38 @@ def _dense_differential(sizes: Sizes, number: int) -> Attention:
     return DifferentialAttention(sizes.dim, sizes.num_heads, depth=number)
 
 
+def _other(name: str, *takes: str) -> Callable[[Sizes, int], Attention]:
+    """An attention of another publication, by module and class: a run without it does not load it. ``takes``: sizes beside width and heads."""
+    module, kind = name.split(".")
+
+    def make(sizes: Sizes, number: int) -> Attention:
+        made: Attention = getattr(import_module(f"gated_srp.models.{module}"), kind)(
+            sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes}
+        )
+        return made
+
+    return make
+
+
+def _cog(sizes: Sizes, number: int) -> Attention:
+    """As its authors do, the first and the last block keep the softmax."""
+    if sizes.depth < 3:
+        what = f"depth {sizes.depth}: Cog attention leaves the first and the last block to softmax attention"
+        raise UserError(what, where="model", cure="Take depth 3 or more; otherwise this arm is vit4.")
+    inner = 0 < number < sizes.depth - 1
+    return (_other("variants.CogAttention") if inner else _dense)(sizes, number)
+
+
+def _with_gates(arms: dict[str, Arm]) -> dict[str, Arm]:
+    """These arms, and each with Gated SRP on top."""
+    about = "the same with Gated SRP"
+    gated = {
+        f"{name}_gated_srp": replace(arm, coefficient=Gate(), without=name, title="", about=about)
+        for name, arm in arms.items()
+    }
+    return {name: arm for pair in zip(arms.items(), gated.items(), strict=True) for name, arm in pair}
+
+
 def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
     return lambda sizes: srp.FixedCoefficient(value)
 
@@ -183,6 +119,16 @@ def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
 _gated = partial(Arm, _nystrom)
 _vit4 = partial(Arm, position=None, trunk="vit4", base="vit4", dense=True)
 _vit_s16 = partial(ImageArm, trunk="vit_s16", base="vit_s16", dense=True)
+
+_DGSA = (
+    "A loop over g A1 - (1 - g) A2, g = sigmoid(W x + b) per token and head, RMSNorm, times 0.2. Of the paper its abstract and reviews "
+    "could be read: two maps, a sigmoid gate of the token per head, lambda_0 = 0.8. That the second map is weighed by 1 - g is our "
+    "reading of 'fused'; its authors' code was not public."
+)
+_INTEGRAL = (
+    "A loop over eight signals, each scaled by its own width, averaged before the softmax. The formula is from two texts on the paper, "
+    "not from its own pages. Signals that meet in one sum are one product: this is softmax attention with logits divided by sqrt 8."
+)
 
 ARMS: dict[str, Arm | PeerArm] = {
     # The paper's comparison
@@ -245,6 +191,35 @@ ARMS: dict[str, Arm | PeerArm] = {
         Gate(srp.FourInputGate),
         about="its gate has a fourth input, as released: the PANDA row of the architecture table",
     ),
+    # Attention corrected by others, alone and with Gated SRP on top
+    "diff_gated_srp": Arm(_differential, Gate(), without="diff", about="Diff with Gated SRP"),
+    "vit4_diff_gated_srp": _vit4(_dense_differential, Gate(), without="vit4_diff", about="the same on dense attention"),
+    **_with_gates(
+        {
+            "dgsa": Arm(
+                _other("variants.GatedDifferentialNystrom", "num_landmarks"),
+                about="differential gated self-attention: a gate per token and head weighs two maps (Lygizou et al. 2025)",
+                checked=_DGSA,
+            ),
+            "vit4_dgsa": _vit4(
+                _other("variants.GatedDifferentialAttention"), about="the same on dense attention", checked=_DGSA
+            ),
+            "integral": Arm(
+                _other("variants.IntegralNystrom", "num_landmarks"),
+                about="Integral Transformer: the mean of eight signals' logits before the softmax (Kobyzev et al. 2025)",
+                checked=_INTEGRAL,
+            ),
+            "vit4_integral": _vit4(
+                _other("variants.IntegralAttention"), about="the same on dense attention", checked=_INTEGRAL
+            ),
+            "vit4_cog": _vit4(
+                _cog,
+                about="Cog attention: weights with the signs of their logits (Lv et al. 2024)",
+                checked="A loop over sign(p) softmax(|p|), the form of its authors' code, which keeps the softmax in the first and "
+                "the last block, as here. Dense alone: signed landmark weights have no convergent pseudo-inverse iteration.",
+            ),
+        }
+    ),
     # Images: dense attention over a fixed grid
     "vit_s16": _vit_s16(_dense, about="ViT-S/16 on images, nothing corrected"),
     "vit_s16_xsa": _vit_s16(
@@ -260,7 +235,11 @@ ARMS: dict[str, Arm | PeerArm] = {
     "mean_pool": PeerArm("MeanPool", ("dim",), about="a linear layer with ReLU, the mean over patches, a linear layer"),
     "abmil": PeerArm("ABMIL", ("dim",), about="attention-based MIL with gated attention (Ilse et al. 2018)"),
     "srp_abmil": PeerArm(
-        "srp_abmil", ("dim", "delta", "hidden_dim"), gated=True, about="ABMIL whose patches Gated SRP corrects first"
+        "srp_abmil",
+        ("dim", "delta", "hidden_dim"),
+        gated=True,
+        starts_as="abmil",
+        about="ABMIL whose patches Gated SRP corrects first",
     ),
     "dsmil": PeerArm("DSMIL", ("dim",), about="dual-stream MIL: a critical patch and attention to it (Li et al. 2021)"),
     "abmil_published": PeerArm(

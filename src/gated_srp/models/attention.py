@@ -4,6 +4,8 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channel
 K neighbours at most.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +22,7 @@ _GATHERED = 1024  # rows whose neighbours' keys and values are gathered at once
 class Attention(nn.Module):
     """Maps normalised rows (B, L, C) to head outputs y and values v, both (B, H, L, D); `out` merges the heads afterwards."""
 
+    dense: ClassVar[bool] = True  # over all pairs of rows
     num_heads: int
     proj: nn.Linear
 
@@ -78,6 +81,8 @@ class LocalAttention(DenseAttention):
     """What the paper argues against and never tests: every patch over itself and its neighbours in the graph.
 
     y_i = sum over j in N(i) and i itself of softmax_j(<q_i, k_j> / sqrt D) v_j; CLS alone reads all rows."""
+
+    dense: ClassVar[bool] = False
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads(x, 0, 3)

@@ -5,6 +5,7 @@ Shapes: B batch, H heads (of differential attention half of the base's), L rows 
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +21,26 @@ from gated_srp.srp import PatchGraph
 class NystromAttention(FusedAttention):
     """y = softmax(q k~^T) pinv(softmax(q~ k~^T)) softmax(q~ k^T) v with the segment means q~, k~ as landmarks."""
 
+    dense: ClassVar[bool] = False
+
     def __init__(self, dim: int, num_heads: int, *, num_landmarks: int = 64) -> None:
         super().__init__(dim, num_heads)
         self.num_landmarks = num_landmarks
 
+    def in_chunks(self, x: Tensor) -> bool:
+        """Whether rows meet landmarks in chunks, through weights folded with them."""
+        return in_row_chunks(x)
+
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
-        if in_row_chunks(x):
+        if self.in_chunks(x):
             return self._in_chunks(x, x.shape[1])
         q, k, v = self.heads(x)
         return nystrom(q, k, v, *self.landmarks(segment_means(x, self.num_landmarks))), v
 
     def first_row(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)
-        if in_row_chunks(x):
+        if self.in_chunks(x):
             y, v = self._in_chunks(x, 1)
         else:
             (q,) = self.heads(x[:, :1], 0, 1)
@@ -139,29 +146,22 @@ def check_one_length(graph: PatchGraph) -> None:
         raise UserError(what, cure=cure)
 
 
-class DifferentialAttention(Attention):
-    """y = (1 - lambda_0) RMSNorm(y1 - lambda y2) with lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + lambda_0.
+class TwoMaps(Attention):
+    """Two attentions with queries and keys of their own over shared values (2 D wide), mixed and normalised:
+    y = scale RMSNorm(mix(y1, y2)), a head of these for two of the base's."""
 
-    Two attentions share their values (2 D wide), the second is subtracted. ``depth`` counts the blocks from 0:
-    lambda_0 = 0.8 - 0.6 exp(-0.3 depth). Dense; `DifferentialNystrom` is the slide form.
-    """
-
-    lambda_q1: Tensor
-    lambda_k1: Tensor
-    lambda_q2: Tensor
-    lambda_k2: Tensor
-
-    def __init__(self, dim: int, num_heads: int, *, depth: int = 0) -> None:
+    def __init__(self, dim: int, num_heads: int, *, scale: float) -> None:
         super().__init__()
         check_heads(dim, num_heads)
         check_heads(num_heads, 2)
         self.num_heads = num_heads // 2
-        width = dim // num_heads
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
+        self.scale = scale
         self.q_proj, self.k_proj, self.v_proj, self.proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            self.register_parameter(name, nn.Parameter(torch.randn(width) * 0.1))
-        self.subln = nn.RMSNorm(2 * width, eps=1e-5)
+        self.subln = nn.RMSNorm(2 * dim // num_heads, eps=1e-5)
+
+    def mix(self, first: Tensor, second: Tensor, queries: Tensor) -> Tensor:
+        """Of what both attentions give (B, H, L, ...) to the rows ``queries`` (B, L, C)."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         v = split_heads(self.v_proj(x), self.num_heads)  # (B, H, L, 2 D)
@@ -172,27 +172,20 @@ class DifferentialAttention(Attention):
         return self._combine(x[:, :1], x, v, graph), v[:, :, :1]
 
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
-        """A1 - lambda A2, signed."""
+        """The mixed map, signed."""
         first, second = (self._map(q, k, i, x, graph) for i, (q, k) in enumerate(self._branches(x[:, :1], x)))
-        signed: Tensor = first - self._lambda() * second
-        return signed[:, :, 0]
+        return self.mix(first, second, x[:, :1])[:, :, 0]
 
     def _combine(self, queries: Tensor, x: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         first, second = (self._attend(q, k, v, i, x, graph) for i, (q, k) in enumerate(self._branches(queries, x)))
         with torch.autocast(x.device.type, enabled=False):
-            mixed: Tensor = self.subln((first - self._lambda().to(first.dtype) * second).to(self.subln.weight.dtype))
-            return mixed.mul(1 - self.lambda_init).to(first.dtype)
+            mixed: Tensor = self.subln(self.mix(first, second, queries).to(self.subln.weight.dtype))
+            return mixed.mul(self.scale).to(first.dtype)
 
     def _branches(self, queries: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(q, k) of each branch, (B, H, L, D): heads 2 h and 2 h + 1 of the base belong to head h."""
         q, k = (split_heads(part, 2 * self.num_heads) for part in (self.q_proj(queries), self.k_proj(x)))
         return [(q[:, i::2], k[:, i::2]) for i in (0, 1)]
-
-    def _lambda(self) -> Tensor:
-        with torch.autocast(self.lambda_q1.device.type, enabled=False):
-            first = (self.lambda_q1.float() * self.lambda_k1.float()).sum().exp()
-            second = (self.lambda_q2.float() * self.lambda_k2.float()).sum().exp()
-            return first - second + self.lambda_init
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, branch: int, x: Tensor, graph: PatchGraph) -> Tensor:
         mask = key_mask(x, graph)
@@ -204,12 +197,11 @@ class DifferentialAttention(Attention):
         return weights(q, k, key_mask(x, graph))
 
 
-class DifferentialNystrom(DifferentialAttention):
-    """Each branch is Nystrom attention with its own landmarks and pinv scale."""
+class NystromMaps(TwoMaps):
+    """Each of the two is Nystrom attention with its own landmarks and pinv scale."""
 
-    def __init__(self, dim: int, num_heads: int, *, depth: int = 0, num_landmarks: int = 64) -> None:
-        super().__init__(dim, num_heads, depth=depth)
-        self.num_landmarks = num_landmarks
+    dense: ClassVar[bool] = False
+    num_landmarks: int
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, branch: int, x: Tensor, graph: PatchGraph) -> Tensor:
         check_one_length(graph)
@@ -223,3 +215,39 @@ class DifferentialNystrom(DifferentialAttention):
         means = segment_means(x, self.num_landmarks)
         marks = (landmarks(means, layer.weight, None, self.num_landmarks) for layer in (self.q_proj, self.k_proj))
         return [split_heads(m, 2 * self.num_heads)[:, branch::2] for m in marks]
+
+
+class DifferentialAttention(TwoMaps):
+    """y = (1 - lambda_0) RMSNorm(y1 - lambda y2) with lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + lambda_0.
+
+    ``depth`` counts the blocks from 0: lambda_0 = 0.8 - 0.6 exp(-0.3 depth). Dense; `DifferentialNystrom` is the slide form.
+    """
+
+    lambda_q1: Tensor
+    lambda_k1: Tensor
+    lambda_q2: Tensor
+    lambda_k2: Tensor
+
+    def __init__(self, dim: int, num_heads: int, *, depth: int = 0) -> None:
+        lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
+        super().__init__(dim, num_heads, scale=1 - lambda_init)
+        self.lambda_init = lambda_init
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(torch.randn(dim // num_heads) * 0.1))
+
+    def mix(self, first: Tensor, second: Tensor, queries: Tensor) -> Tensor:
+        return first - self._lambda().to(first.dtype) * second
+
+    def _lambda(self) -> Tensor:
+        with torch.autocast(self.lambda_q1.device.type, enabled=False):
+            first = (self.lambda_q1.float() * self.lambda_k1.float()).sum().exp()
+            second = (self.lambda_q2.float() * self.lambda_k2.float()).sum().exp()
+            return first - second + self.lambda_init
+
+
+class DifferentialNystrom(NystromMaps, DifferentialAttention):
+    """`DifferentialAttention` through landmarks."""
+
+    def __init__(self, dim: int, num_heads: int, *, depth: int = 0, num_landmarks: int = 64) -> None:
+        DifferentialAttention.__init__(self, dim, num_heads, depth=depth)
+        self.num_landmarks = num_landmarks

@@ -1,10 +1,11 @@
-"""The slide model and the image model: features of patches (or their pixels) and their graph in, logits out.
+"""The slide model and the image model: features of patches (or their pixels) and their graph in, logits out; and `Arm`, one of them in parts.
 
 Shapes: B batch, N patches, S side of the square, P side of a patch, L = 1 + S * S rows (CLS first), C channels.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
-from gated_srp.models.block import Adapter, Block
+from gated_srp.models.attention import Attention
+from gated_srp.models.block import Adapter, Block, LastBlock
 from gated_srp.models.fast import by_hand, one_pass
 from gated_srp.models.fast.gradients import depthwise
 from gated_srp.models.fast.inference import Scratch, embedded
-from gated_srp.srp import PatchGraph, SignedGate
-from gated_srp.srp.coefficient import Coefficient
+from gated_srp.srp import Coefficient, Direction, GatedSRP, NeighbourMean, PatchGraph, SignedGate, signed, zeros
 from gated_srp.streams import stream
 
 Device = torch.device | str
@@ -267,3 +268,127 @@ def initialise(model: nn.Module, seed: int) -> None:
                 nn.init.normal_(parameter, std=0.1, generator=stream(seed, full))
             else:
                 nn.init.trunc_normal_(parameter, std=0.02, generator=stream(seed, full))
+
+
+# Models in parts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an arm may ask of a model's size; the defaults are the paper's. ``num_patches``: of an image, each has a position."""
+
+    dim: int = 384
+    depth: int = 4
+    num_heads: int = 6
+    num_landmarks: int = 64
+    delta: float = 1.0
+    hidden_dim: int = 64
+    drop_path: float = 0.1
+    num_patches: int = 289
+
+    def gate(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> Coefficient:
+        return kind(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
+
+
+class Gate:
+    """Makes the signed gate of an arm; ``changes``: arguments of `SignedGate` that the ablation sets otherwise."""
+
+    def __init__(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> None:
+        self.kind, self.changes = kind, changes
+
+    @property
+    def starts_shut(self) -> bool:
+        """Whether beta is 0 everywhere before training."""
+        bound, init = self.changes.get("bound", signed), self.changes.get("init", zeros)
+        return init is zeros and float(bound(torch.zeros(()), 1.0)) == 0
+
+    def __call__(self, sizes: Sizes) -> Coefficient:
+        return sizes.gate(self.kind, **self.changes)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too.
+
+    Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
+    the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
+    attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it; ``without``: the arm that it is
+    without its gate, if not its base; ``checked``: of another publication's model, what its tests hold it to and what they cannot.
+    """
+
+    attention: Callable[[Sizes, int], Attention]
+    coefficient: Callable[[Sizes], Coefficient] | None = None
+    direction: Callable[[Sizes], Direction] = lambda sizes: NeighbourMean()
+    last: bool = False
+    position: Callable[[int], PPEG] | None = PPEG
+    title: str = ""
+    about: str = ""
+    trunk: str = "nystrom"
+    base: str = "na"
+    dense: bool = False
+    method: bool = False
+    without: str = ""
+    checked: str = ""
+
+    images: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
+    refuses: ClassVar[Mapping[str, str]] = {}  # kind of task -> why
+
+    @property
+    def gated(self) -> bool:
+        """Whether it learns a signed gate, whose ``delta`` and ``hidden_dim`` then matter."""
+        return isinstance(self.coefficient, Gate)
+
+    @property
+    def starts_as(self) -> str:
+        """The arm that it equals before training, bit for bit; empty where there is none."""
+        shut = isinstance(self.coefficient, Gate) and self.coefficient.starts_shut
+        return (self.without or self.base) if shut else ""
+
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
+        blocks = self.blocks(sizes)
+        position = None if self.position is None else self.position(sizes.dim)
+        return SlideTransformer(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
+
+    def correction(self, sizes: Sizes) -> GatedSRP | Adapter | None:
+        if self.coefficient is None:
+            return None
+        return GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
+
+    def blocks(self, sizes: Sizes) -> list[Block]:
+        blocks: list[Block] = []
+        for number in range(sizes.depth):
+            last = number == sizes.depth - 1
+            attention = self.attention(sizes, number)
+            # Two maps share a head: then there are half as many, twice as wide.
+            correction = (
+                self.correction(replace(sizes, num_heads=attention.num_heads)) if self.last or not last else None
+            )
+            kind = LastBlock if last else Block
+            blocks.append(kind(sizes.dim, attention, correction=correction))
+        return blocks
+
+
+@dataclass(frozen=True)
+class AdaptedArm(Arm):
+    """Control: where the gates would be, adapters with at least as many weights."""
+
+    @property
+    def starts_as(self) -> str:
+        return self.base
+
+    def correction(self, sizes: Sizes) -> Adapter:
+        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
+        return Adapter(sizes.dim // sizes.num_heads, budget=weights)
+
+
+@dataclass(frozen=True)
+class ImageArm(Arm):
+    """An image model in the same parts: learned positions, twelve blocks."""
+
+    images: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
+
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
+        blocks, patches = self.blocks(sizes), sizes.num_patches
+        return ImageTransformer(in_dim, num_outputs, blocks=blocks, num_patches=patches, drop_path=sizes.drop_path)

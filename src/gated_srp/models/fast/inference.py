@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.models.attention import Attention, merge_heads, split_heads, weights
-from gated_srp.models.fast import in_row_chunks, product_dtype
+from gated_srp.models.fast import product_dtype
 from gated_srp.models.fast.gradients import Gathered, row_layers, spread
 from gated_srp.models.nystrom import NystromAttention, means_of_segments, pinv, segment_size
 from gated_srp.srp import PatchGraph
@@ -86,7 +86,7 @@ def attention_by_rows(
     attention: Attention, x: Tensor, norm: nn.Module, graph: PatchGraph, scratch: Scratch | None
 ) -> tuple[YAt, Tensor]:
     """attention(norm(x)) of one bag: y of any rows on demand, and v of all, (1, H, L, D)."""
-    if isinstance(attention, NystromAttention) and in_row_chunks(x):
+    if isinstance(attention, NystromAttention) and attention.in_chunks(x):
         return _nystrom(attention, x, norm, scratch or Scratch())
     y, v = attention(norm(x), graph)
     return lambda rows: y[:, :, rows], v
@@ -96,7 +96,7 @@ def first_row(
     attention: Attention, x: Tensor, norm: nn.Module, graph: PatchGraph, scratch: Scratch | None
 ) -> tuple[Tensor, Tensor]:
     """attention.first_row(norm(x)) of one bag."""
-    if isinstance(attention, NystromAttention) and in_row_chunks(x):
+    if isinstance(attention, NystromAttention) and attention.in_chunks(x):
         y_at, v = _nystrom(attention, x, norm, scratch or Scratch())
         return y_at(slice(0, 1)), v[:, :, :1]
     return attention.first_row(norm(x), graph)
