@@ -135,7 +135,8 @@ def commands_page() -> str:
     lines = [
         "# Every command",
         _MADE.format(" from the commands"),
-        "`gated-srp COMMAND --help` says the same. Options of `gated-srp` itself stand before the command:",
+        "`gated-srp COMMAND --help` says the same; `gated-srp --install-completion` lets your shell complete commands and options. "
+        "Options of `gated-srp` itself stand before the command:",
         _options(group),
     ]
     for name, command in group.commands.items():

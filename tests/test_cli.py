@@ -238,3 +238,21 @@ def test_splits_writes_the_split_that_a_run_of_ones_own_cohort_uses(tmp_path):
 def test_splits_of_a_published_cohort_without_labels_says_what_to_give(monkeypatch):
     status, said = ended(monkeypatch, "splits", "KGH")
     assert status == 2 and "KGH: the split is drawn from the labels" in said and "name its YAML" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [("tr", "train"), ("extract --la", "--layout"), ("extract --layout t", "trident")]
+)
+def test_the_shell_completes_commands_and_options_without_heavy_imports(words, said):
+    code = (
+        "import atexit, sys; from gated_srp.cli import main\n"
+        "atexit.register(lambda: print('heavy:', [m for m in ('torch', 'numpy', 'pandas', 'yaml') if m in sys.modules]))\n"
+        "sys.argv = ['gated-srp']; main()"
+    )
+    asked = {
+        "_GATED_SRP_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"gated-srp {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == [said, "heavy: []"]

@@ -28,7 +28,7 @@ MEMORY = 2**30  # bytes beyond those of the process and twice the file's
 _IDLE = 5.0  # seconds without work after which the helper leaves
 _LENGTH = struct.Struct("<I")
 _known: dict[tuple[str, int, int], Exception | None] = {}  # what came of a file, by path, size and time
-_FORKS = sys.platform == "linux"
+_FORKS = sys.platform == "linux" and hasattr(os, "fork") and hasattr(os, "register_at_fork")
 
 
 class ForeignFailure(UserError):

@@ -109,6 +109,40 @@ class Machine:
     memory: float
 
 
+def total_memory() -> float:
+    """Bytes that this machine has."""
+    if hasattr(os, "sysconf"):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    status = (ctypes.c_ulonglong * 8)(
+        64
+    )  # Windows' MEMORYSTATUSEX: length and load in the first, then total, free, ...
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined, unused-ignore]
+    return float(status[1])
+
+
+def peak_memory() -> float | None:
+    """The most bytes that this process ever held; None where the system does not say it (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(most if sys.platform == "darwin" else most * 1024)
+
+
+def precision_name(value: object) -> object:
+    """Numbers of training by the names of Lightning too; those that mean something else than our two are refused.
+
+    >>> precision_name("bf16-mixed"), precision_name(32), precision_name("32-true"), precision_name("auto")
+    ('bf16', '32', '32', 'auto')
+    """
+    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if name in ("16", "16-mixed", "16-true", "bf16-true", "64", "64-true", "transformer-engine"):
+        here = "weights and sums stay in float32, products are in float32 (32, 32-true) or bfloat16 (bf16, bf16-mixed)"
+        raise ValueError(f"this precision of Lightning does not exist here: {here}")
+    return {"32-true": "32", "bf16-mixed": "bf16"}.get(str(name), name)
+
+
 def this_machine() -> Machine:
     """The first GPU if there is one, else the processor; takes about a tenth of a second."""
     import torch
@@ -125,9 +159,8 @@ def this_machine() -> Machine:
     if gpu:
         about = torch.cuda.get_device_properties(0)
         return Machine(about.name, rate, float(about.total_memory))
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     threads = torch.get_num_threads()
-    return Machine(f"{threads} processor thread{'s' if threads > 1 else ''}", rate, memory)
+    return Machine(f"{threads} processor thread{'s' if threads > 1 else ''}", rate, total_memory())
 
 
 def run_seconds(trunk: Trunk, patches: dict[str, list[int]], *, epochs: int, rate: float, at_once: int = 1) -> float:

@@ -144,6 +144,20 @@ def test_resolved_settings_read_back_as_the_same_settings(write, tmp_path, text)
     assert None not in plain["model"].values()
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"), [("bf16-mixed", "bf16"), ("32-true", "32"), ("'32'", "32"), ("32", "32"), ("bf16", "bf16")]
+)
+def test_precision_may_be_said_as_in_lightning(write, name, ours):
+    assert load_config(write(f"table: slides.csv\nfeatures: f\ntrain: {{precision: {name}}}\n")).train.precision == ours
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-true", "16", "64-true"])
+def test_a_precision_of_lightning_that_means_something_else_is_refused(write, name):
+    said = refusal(write(f"table: slides.csv\nfeatures: f\ntrain: {{precision: {name}}}\n"))
+    assert "this precision of Lightning does not exist here: weights and sums stay in float32" in said
+    assert said.endswith(f"found '{name}'.")
+
+
 def test_a_config_cannot_be_changed(write):
     config = load_config(write("table: slides.csv\n"))
     with pytest.raises(ValidationError, match="frozen"):

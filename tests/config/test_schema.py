@@ -65,7 +65,8 @@ def test_an_editor_accepts_the_settings_that_the_pages_show(page, text):
 @pytest.mark.parametrize(
     "text",
     ["cache: bags", "cache: {folder: bags, dtype: float16}", "folds: 5", "folds: {number: 5, by: site}", "seeds: 7", "seeds: [1, 2]",
-     "classes: [0, 1]", "classes: [no, yes]", "train: {precision: 32}", "train: {precision: bf16, clip: }", "cap:", "arms: na", "features: [a, b]",
+     "classes: [0, 1]", "classes: [no, yes]", "train: {precision: 32}", "train: {precision: bf16-mixed}", "train: {precision: 32-true}",
+     "train: {precision: bf16, clip: }", "cap:", "arms: na", "features: [a, b]",
      "train: {log: wandb}", "train: {log: [wandb, mlflow]}", "train: {only: gate}", "task: survival", "model:", "images: pictures"],
 )  # fmt: skip
 def test_short_forms_and_numbers_as_words_are_accepted(text):

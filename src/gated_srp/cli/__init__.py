@@ -19,7 +19,6 @@ from gated_srp.errors import Interrupted, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: "out" if name == "output" else name},  # its name in 0.2
     help="Gated Spatial Redundancy Projection for whole-slide pathology.",

@@ -22,7 +22,7 @@ from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, check_fold, k_folds, own_split, site_folds
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
-from gated_srp.machine import Trunk
+from gated_srp.machine import Trunk, precision_name
 from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
 from gated_srp.tasks import task_names
 
@@ -52,10 +52,6 @@ def _tupled(value: Any) -> Any:
 def _listed_or_named(value: Any) -> Any:
     """A list is one of slides, a single value the name of a file of them."""
     return tuple(map(str, value)) if isinstance(value, list | tuple) else value and Path(value)
-
-
-def _texted(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _section(key: str) -> BeforeValidator:
@@ -101,7 +97,7 @@ class TrainConfig(_Section):
     drop_last: bool = False
     clip: float | None = Field(default=1.0, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
-    precision: Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_texted)] = "auto"
+    precision: Annotated[Literal["auto", "32", "bf16"], BeforeValidator(precision_name)] = "auto"
     checkpointing: bool = False
     only: Literal["gate"] | None = None
     workers: int = Field(default=1, ge=0, le=1024)

@@ -42,6 +42,8 @@ def json_schema() -> dict[str, Any]:
         short = [inner[SHORT[name]]] if name in SHORT else []
         top[name] = {"description": words.get(name, ""), "anyOf": [*short, whole, {"type": "null"}]}
     top["task"] |= {"anyOf": [{"enum": list(task_names())}, {"type": "null"}]}
+    precision = top["train"]["anyOf"][-2]["properties"]["precision"]["anyOf"][0]
+    precision["enum"] += ["32-true", "bf16-mixed"]  # Lightning's names of the same
     top["arms"]["anyOf"][0] = {"type": "string", "examples": list(ARMS)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

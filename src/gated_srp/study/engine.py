@@ -24,7 +24,7 @@ from gated_srp.data.bag import BagError
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import PARTS
 from gated_srp.errors import Interrupted, UserError, counted
-from gated_srp.machine import Machine, run_seconds, this_machine
+from gated_srp.machine import Machine, run_seconds, this_machine, total_memory
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.study.cells import Cell, distinct, refuse_mismatches
 from gated_srp.study.worker import COMMAND, GRACE, Worker, thread_limit, write_job_array
@@ -276,7 +276,7 @@ def _free_memory() -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
+        return total_memory() / 2
 
 
 # Running -------------------------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ its input is closed; a cell in training then stops with its state saved, so no c
 
 from __future__ import annotations
 
+import _thread
 import gc
 import json
 import math
 import os
 import queue
-import resource
 import shlex
 import signal
 import subprocess
@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gated_srp.errors import Interrupted, UserError, counted
 from gated_srp.files import write_whole
+from gated_srp.machine import peak_memory
 
 if TYPE_CHECKING:
     from gated_srp.study.cells import Cell
@@ -97,8 +98,10 @@ def measure_cell(spec: Mapping[str, Any]) -> dict[str, float]:
         predict_logits(ranks, model, loader, inputs.rows("test"))
         tested = time.perf_counter()
     cuda = ranks.device.type == "cuda"
-    # Kilobytes on Linux. On a processor the whole process counts, libraries and loaded slides too.
-    peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # On a processor the whole process counts, libraries and loaded slides too.
+    peak = torch.cuda.max_memory_reserved() if cuda else peak_memory()
+    if peak is None:
+        raise UserError("this system does not say how much memory a process held", cure="Measure on Linux or macOS.")
     return {
         "peak_reserved_gib": peak / 2**30,
         "train_wsi_per_second": config.train.epochs * len(rows) / (trained - start),
@@ -318,7 +321,10 @@ def _listen(lines: queue.SimpleQueue[str], busy: threading.Event) -> None:
             busy.set()
             lines.put(line.decode())
     if busy.is_set():
-        os.kill(os.getpid(), signal.SIGTERM)
+        if os.name == "nt":  # where a signal ends the process before it has saved its state
+            _thread.interrupt_main(signal.SIGTERM)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
     lines.put("")
 
 

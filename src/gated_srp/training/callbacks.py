@@ -5,9 +5,7 @@ Numbers of an epoch also go to TensorBoard, Weights & Biases or MLflow, if insta
 
 import hashlib
 import logging
-import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ import torch
 
 from gated_srp.data.loader import SlideBag
 from gated_srp.errors import Interrupted, UserError
+from gated_srp.machine import peak_memory
 from gated_srp.progress import Event, Progress, silent, spoken
 from gated_srp.training.folder import HISTORY, RunFolder
 from gated_srp.training.inputs import TrainingData
@@ -46,6 +45,7 @@ class RunCallbacks:
     progress: Progress = silent
     stop: Stop = field(default_factory=Stop)
     save_every: float = 300.0  # seconds
+    given: Sequence[Any] = ()  # loggers that `train` was given
     loggers: list["Logger"] = field(default_factory=list)
     saved: float = field(default_factory=time.monotonic)
 
@@ -57,7 +57,9 @@ class RunCallbacks:
         self.speed = Speed((train.epochs - progress.epoch) * self.total - progress.bags)
         self.seen = progress.bags
         if self.ranks.first:
-            self.loggers = open_loggers(train.log, self.run.path, settings)
+            self.loggers = open_loggers(train.log, self.run.path, settings) + [
+                Given(one, settings) for one in self.given
+            ]
             self._write_tables(training)  # a run may have been killed between its state and its tables
 
     def bag(self, bag: SlideBag) -> None:
@@ -106,7 +108,7 @@ class RunCallbacks:
 
     def close(self) -> None:
         for logger in self.loggers:
-            logger.close()
+            logger.close(finished=self.training.progress.epoch >= self.training.settings.epochs)
 
     def say(self, text: str, data: Any = None) -> None:
         """One line, now: to whoever watches, and to log.txt."""
@@ -186,8 +188,8 @@ def memory(device: torch.device) -> str:
     """The most memory held so far: the accelerator's, or the process's."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f} GB"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{peak / 2**30 if sys.platform == 'darwin' else peak / 2**20:.1f} GB"
+    peak = peak_memory()
+    return "memory unknown" if peak is None else f"{peak / 2**30:.1f} GB"
 
 
 # Loggers -------------------------------------------------------------------------------------------------------------
@@ -199,8 +201,8 @@ class Logger(Protocol):
     def log(self, epoch: int, values: Mapping[str, float]) -> None:
         """One epoch."""
 
-    def close(self) -> None:
-        """The training ends, or is left."""
+    def close(self, *, finished: bool) -> None:
+        """The training ends, or is left before its end."""
 
 
 class TensorBoard:
@@ -215,7 +217,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, epoch)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool) -> None:
         self._writer.close()
 
 
@@ -238,26 +240,52 @@ class WeightsAndBiases:
     def log(self, epoch: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=epoch)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """A run of the experiment gated-srp, where MLflow is set up to keep them."""
+    """A run of the experiment gated-srp, where MLflow is set up to keep them; an interrupted training goes on in the same one."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import mlflow  # type: ignore[import-not-found, unused-ignore]
 
         self._mlflow = mlflow
         mlflow.set_experiment("gated-srp")
-        mlflow.start_run(run_name=run_name(folder))
+        begun = RunFolder(folder).environment.get("started")  # a training that is begun anew has a time of its own
+        identity = hashlib.sha256(f"{run_name(folder)} {begun}".encode()).hexdigest()[:16]
+        same = mlflow.search_runs(
+            experiment_names=["gated-srp"],
+            filter_string=f"tags.gated_srp_run = '{identity}'",
+            max_results=1,
+            output_format="list",
+        )
+        if same:
+            mlflow.start_run(run_id=same[0].info.run_id)
+        else:
+            mlflow.start_run(run_name=run_name(folder), tags={"gated_srp_run": identity})
         mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
 
     def log(self, epoch: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({name.replace("@", "_"): value for name, value in values.items()}, step=epoch)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, *, finished: bool) -> None:
+        self._mlflow.end_run("FINISHED" if finished else "KILLED")
+
+
+class Given:
+    """An object that was given to `train`: a logger of lightning.pytorch, or whatever has its ``log_metrics(values, step=...)``."""
+
+    def __init__(self, logger: Any, settings: Mapping[str, Any]) -> None:
+        self._logger = logger
+        getattr(logger, "log_hyperparams", lambda settings: None)(dict(settings))
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        self._logger.log_metrics(dict(values), step=epoch)
+
+    def close(self, *, finished: bool) -> None:
+        getattr(self._logger, "save", lambda: None)()
+        getattr(self._logger, "finalize", lambda status: None)("success" if finished else "failed")
 
 
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {

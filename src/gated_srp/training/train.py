@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,6 +43,7 @@ def train(
     devices: int = 1,
     save_every: float = 300.0,
     deep: bool = False,
+    loggers: Sequence[Any] = (),
     progress: Progress = silent,
 ) -> RunFolder:
     """Train one run: one arm, one seed, one fold. An unfinished run goes on where it was; a finished one is left alone.
@@ -58,6 +59,7 @@ def train(
         devices: processes that share the bags of each update; the numbers stay the same up to rounding.
         save_every: seconds between saved states within an epoch.
         deep: know feature files again by all of their bytes, not by a sample of them.
+        loggers: of lightning.pytorch, or others with ``log_metrics(values, step=epoch)``, beside those that ``train.log`` names.
         progress: called after each file's header (stage ``files``) and each bag (``bags``), and with a line of text (stage ``train``) after each epoch.
 
     Returns:
@@ -75,6 +77,7 @@ def train(
     job = Job(config, arm, seed, fold, init=Path(init) if init else None, devices=devices, deep=deep)
     run = job.run
     _check(job)
+    _check_loggers(loggers, devices)
     if run.finished:
         _leave_alone(job)
         progress(Event("train", text=f"{run.path}: finished before; nothing to do"))
@@ -82,7 +85,7 @@ def train(
     run.refuse_other_settings(job.settings)
     recorded = run.environment if run.begun else {}
     precision = choose_precision(recorded.get("precision", config.train.precision), accelerator())
-    launch(partial(_work, job=job, save_every=save_every), devices, precision, progress)
+    launch(partial(_work, job=job, save_every=save_every, loggers=loggers), devices, precision, progress)
     return run
 
 
@@ -117,6 +120,19 @@ def _check(job: Job) -> None:
         open_cohort(job.config).split(job.seed, job.fold)  # says how many there are
 
 
+def _check_loggers(loggers: Sequence[Any], devices: int) -> None:
+    for one in loggers:
+        if callable(getattr(one, "log_metrics", None)):
+            continue
+        what = f"{type(one).__name__} has no log_metrics(values, step=...)"
+        raise UserError(
+            what, where="loggers", cure="Give a logger of lightning.pytorch; others are named in train.log."
+        )
+    if loggers and devices > 1:
+        cure = "Name tensorboard, wandb or mlflow in train.log instead."
+        raise UserError("an object of this process cannot log for several", where="loggers", cure=cure)
+
+
 def _leave_alone(job: Job) -> None:
     """A finished run is compared with what is asked for and its results are read; what a killed process left there goes."""
     job.run.refuse_other_settings(job.settings)
@@ -144,7 +160,7 @@ def _refuse_other_start(job: Job, precision: str) -> None:
         raise UserError(what, where=job.run.path, cure="Start the same command again.")
 
 
-def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float) -> None:
+def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float, loggers: Sequence[Any]) -> None:
     """What each rank does: rank 0 holds the folder, all compute."""
     run = job.run
     inputs = load_inputs(job.config, job.seed, job.fold)
@@ -156,7 +172,7 @@ def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float) -> N
         if ranks.agree(run.finished):  # someone else finished it meanwhile
             return
         with stop_on_signals() as stop:
-            _train(job, inputs, RunCallbacks(run, ranks, progress, stop, save_every))
+            _train(job, inputs, RunCallbacks(run, ranks, progress, stop, save_every, loggers))
 
 
 def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
