@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from gated_srp.config.draft import Draft
+from gated_srp.config.draft import FEW, Draft, cohort_name, examples, relative_path
 from gated_srp.config.schema import json_schema
 from gated_srp.data.bag import BagError, BagHeader
 from gated_srp.data.columns import (
@@ -36,18 +34,21 @@ from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import doubtful_classes
 from gated_srp.errors import UserError, counted
 from gated_srp.files import write_json, write_whole
-from gated_srp.tasks import TASKS, Task, every_task, find_task
+from gated_srp.tasks import TASKS, every_task, find_task
+
+if TYPE_CHECKING:
+    from gated_srp.config.other_tools import OtherConfig
 
 _LOOKED_AT = 24  # files that are opened; `check` opens all
-_FEW = 12  # values that a column of classes has at most
 _LABELS = {key: names for kind in TASKS.values() for key, names in kind.usual.items() if names}
 _MEANINGS = {key: meaning for kind in TASKS.values() for key, meaning in kind.meanings.items()}
 
 
 def init(
-    features: str | Path,
-    table: str | Path,
+    features: str | Path | None = None,
+    table: str | Path | None = None,
     *,
+    source: str | Path | None = None,
     out: str | Path = "cohort.yaml",
     sheet: str | None = None,
     target: str | Sequence[str] | None = None,
@@ -60,6 +61,7 @@ def init(
     Args:
         features: the folder of feature files, as the extractor left it.
         table: the spreadsheet of slides or patients: csv, tsv, xlsx, parquet.
+        source: another tool's description of the cohort, which says the rest: STAMP's config.yaml, or a task folder of Patho-Bench.
         out: where to write the YAML; its paths are relative to its folder.
         sheet: of an xlsx; the first.
         target: the column to predict, or several of 0 and 1; found where only one can be meant.
@@ -79,7 +81,18 @@ def init(
     if path.exists() and not force:
         cure = "Choose another name with -o, or --force."
         raise UserError("is there already and stays as it is", where=path, cure=cure, kind="exists")
-    draft = draft_cohort(Path(features), Path(table), path, sheet=sheet, target=target, case=case, slides=slides)
+    other = None
+    if source is not None:
+        from gated_srp.config.other_tools import read_other
+
+        other = read_other(source)
+        features, table, slides = features or other.features, table or other.table, slides or other.slides
+        target, case = target or other.columns.get("target"), case or other.columns.get("case")
+    if features is None or table is None:
+        cure = "Give the folder of feature files, then the spreadsheet; or another tool's configuration with --from."
+        raise UserError(f"no {'spreadsheet' if features else 'folder of feature files'} was named", cure=cure)
+    named: dict[str, Any] = {"sheet": sheet, "target": target, "case": case, "slides": slides, "other": other}
+    draft = draft_cohort(Path(features), Path(table), path, **named)
     write_whole(path, draft.text)
     write_json(_schema_of(path), json_schema())
     return draft
@@ -99,6 +112,7 @@ def draft_cohort(
     target: str | Sequence[str] | None = None,
     case: str | None = None,
     slides: str | Path | None = None,
+    other: OtherConfig | None = None,
 ) -> Draft:
     """As `init`, without writing the file."""
     home = out.absolute().parent
@@ -110,15 +124,22 @@ def draft_cohort(
     draft = Draft(out)
     draft.say(f"yaml-language-server: $schema={_schema_of(out).name}")  # relative to the YAML, as editors expect
     given = [target] if isinstance(target, str) else list(target or ())
-    options = [("sheet", sheet), *(("target", name) for name in given), ("case", case), ("slides", slides)]
-    said = shlex.join([str(folder), str(table), *(f"--{key}={value}" for key, value in options if value is not None)])
+    options = {"sheet": sheet, "case": case, "slides": slides, "from": other.path if other else None}
+    named = [
+        *(f"--target={one}" for one in given),
+        *(f"--{key}={one}" for key, one in options.items() if one is not None),
+    ]
+    said = shlex.join([str(folder), str(table), *named])
     draft.say(f"Written by `gated-srp init {said}`. Paths are relative to this file. Next: gated-srp check")
-    draft.put("name", _name(folder, table))
+    own = {key: (value, why) for key, value, why in other.settings} if other else {}
+    draft.put("name", *own.pop("name", (cohort_name(folder, table),)))
     draft.say()
     files = _put_features(draft, folder, files, home)
     draft.notes += embeddings_left_out(embeddings)
     draft.say()
-    draft.put("table", _path(table, home), f"{counted(len(frame), 'row')}, {counted(len(frame.columns), 'column')}")
+    draft.put(
+        "table", relative_path(table, home), f"{counted(len(frame), 'row')}, {counted(len(frame.columns), 'column')}"
+    )
     if sheet is not None:
         draft.put("sheet", sheet)
     draft.saw(f"{table}: {counted(len(frame), 'row')}")
@@ -130,11 +151,15 @@ def draft_cohort(
         used, found = _put_slides(draft, frame, files, case=case, target=asked)
     else:
         used, found = _put_slide_table(draft, frame, files, Path(slides), home=home, case=case)
-    parts = _put_split(draft, frame, table, home) if sheet is None else []
+    parts = _put_split(draft, frame, table, home, own) if sheet is None else []
     ids = {*used, *parts, *(name for key in USUAL for name in id_columns(frame, key))} - {*asked}
-    task = _put_task(draft, frame[[name for name in frame.columns if name not in ids]], table, asked)
+    times = {key: other.columns[key] for key in ("time", "event") if other and key in other.columns}
+    task = _put_task(draft, frame[[name for name in frame.columns if name not in ids]], table, asked, times)
+    for key, (value, why) in own.items():
+        draft.put(key, relative_path(Path(value), home) if key == "split" else value, why)
+    draft.notes += other.said if other else ()
     draft.say()
-    _put_defaults(draft, find_task(task), found, drawn=not parts)
+    draft.put_defaults(find_task(task).selects[0], found, drawn=not parts and "split" not in own)
     return draft
 
 
@@ -154,11 +179,13 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
         number = "two" if len(homes) == 2 else "several"
         question = f"{number} feature files per slide were found; a model is trained on one."
         draft.offer(
-            "features", [(_path(one, home), counted(homes[one], "feature file")) for one in sorted(homes)], question
+            "features",
+            [(relative_path(one, home), counted(homes[one], "feature file")) for one in sorted(homes)],
+            question,
         )
         files = [path for path in files if path.parent == min(homes)]
     else:
-        draft.put("features", _path(folder, home), counted(len(files), "feature file"))
+        draft.put("features", relative_path(folder, home), counted(len(files), "feature file"))
         draft.saw(f"{folder}: {counted(len(files), 'feature file')}")
     if len(names) > 1:
         question = "features of several encoders were found; a model is trained on those of one."
@@ -184,11 +211,13 @@ def _put_features(draft: Draft, folder: Path, files: Sequence[Path], home: Path)
     return [path for path in files if len(names) < 2 or encoder_of_folder(path) in (None, names[0])]
 
 
-def _put_split(draft: Draft, frame: pd.DataFrame, table: Path, home: Path) -> list[str]:
-    """A split that the table brings along; gives its columns."""
-    if columns := part_columns(frame):
-        draft.find("split", _path(table, home), f"of the table itself: {', '.join(columns)}")
-    if len(columns) > 1:
+def _put_split(draft: Draft, frame: pd.DataFrame, table: Path, home: Path, own: dict[str, Any]) -> list[str]:
+    """A split that the table brings along; gives its columns. ``own``: settings that are put later."""
+    columns = [] if "split" in own else part_columns(frame)
+    if columns:
+        shown = ", ".join(columns[:3]) + (f", ... {columns[-1]}" if len(columns) > 3 else "")
+        draft.find("split", relative_path(table, home), f"of the table itself: {shown}")
+    if len(columns) > 1 and "folds" not in own:
         draft.suggest("folds", len(columns), "all of them; fold 0 alone if not set")
     return columns
 
@@ -203,37 +232,6 @@ def _headers(files: Sequence[Path]) -> tuple[list[BagHeader], list[BagError]]:
         except BagError as error:
             broken.append(error)
     return headers, broken
-
-
-def _put_defaults(draft: Draft, kind: type[Task], slides: int, *, drawn: bool) -> None:
-    """``drawn``: the split is, instead of being the table's own."""
-    draft.say("What follows are the defaults; remove a # to change one.")
-    draft.lines += [
-        "# arms: [na, xsa, diff, gated_srp]",
-        f"# seeds: [42, 43, 44, 45, 46]      # each {'draws its own split by patient' if drawn else 'has its own start weights'}",
-        *(["# folds: 5                         # cross-validation instead of one split per seed"] if drawn else []),
-        f"# metric: {kind.selects[0]}                # selects the epoch",
-        "# window: 3                        # 8 neighbours; 5 gives 24",
-        "# cap: 20000                       # at most so many patches of a slide, if memory is short",
-        "# train: {epochs: 15}",
-        "# out: runs",
-    ]
-    if 0 < slides < 20:
-        draft.saw(f"only {counted(slides, 'slide')} with a file: enough to try things, not to show anything")
-
-
-def _name(folder: Path, table: Path) -> str:
-    """After the table if that says something, else after its folder."""
-    words = (table.stem, table.absolute().parent.name, folder.absolute().name, "cohort")
-    plain = [re.sub(r"[^\w .+-]", "_", word).lstrip("_ .+-") for word in words]
-    dull = {"", "slides", "table", "labels", "cohort", "clinical", "data", "sheet", "features", "feats"}
-    return next((word for word in plain if word.casefold() not in dull), "cohort")
-
-
-def _path(path: Path, home: Path) -> str:
-    """Relative while it is below or beside ``home``, else in full."""
-    relative = os.path.relpath(path.absolute(), home)
-    return str(path.absolute()) if relative.startswith(os.path.join("..", "..")) else relative
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -274,7 +272,7 @@ def _put_slides(
     elif named is not None:
         _ask_for_patients(draft, frame, named, {named, *target})
     else:
-        others = [(name, _examples(frame[name])) for name in frame.columns]
+        others = [(name, examples(frame[name])) for name in frame.columns]
         draft.offer("slide", others, "no column names slides or patients in the usual way, and none names the files.")
     if site := id_columns(frame, "site"):
         draft.put("site", site[0], counted(frame[site[0]].nunique(), "site"))
@@ -299,14 +297,14 @@ def _put_slide_table(
     """A second table, with the slides of the first one's patients."""
     theirs, notes = read_frame(slides)
     draft.notes += notes
-    draft.put("slides", _path(slides, home), f"{counted(len(theirs), 'row')}; joined to the table by patient")
+    draft.put("slides", relative_path(slides, home), f"{counted(len(theirs), 'row')}; joined to the table by patient")
     named, _, found = columns_by_files(theirs, files, ())
     column = named or next(iter(id_columns(theirs, "slide")), None)
     patients = case or next(iter(id_columns(frame, "case")), None)
     for key, chosen, where in (("slide", column, theirs), ("case", patients, frame)):
         if chosen is None:
             draft.offer(
-                key, [(name, _examples(where[name])) for name in named_columns(where)], f"no usual {key} column."
+                key, [(name, examples(where[name])) for name in named_columns(where)], f"no usual {key} column."
             )
         else:
             said = f"of {slides.name}; {found} of" if key == "slide" else ""
@@ -314,12 +312,14 @@ def _put_slide_table(
     return {patients} if patients else set(), found
 
 
-def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str, ...]) -> str | None:
+def _put_task(
+    draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str, ...], times: Mapping[str, str]
+) -> str | None:
     """What is to be learnt, if it was said or the columns leave no doubt. ``frame`` is without the columns of ids."""
     draft.say()
-    alone = None if target else _only_classes(frame)
+    alone = None if target or times else _only_classes(frame)
     try:
-        named = Columns(target=target[0] if len(target) == 1 else target or alone)
+        named = Columns(target=target[0] if len(target) == 1 else target or alone, **times)
         plain = [
             kind.name for kind in every_task() if isinstance(named.target, str) and kind.suits(frame[named.target])
         ]
@@ -327,23 +327,23 @@ def _put_task(draft: Draft, frame: pd.DataFrame, table: Path, target: tuple[str,
         kind = find_task(task)
         order = kind.class_names(frame, columns, table)
     except UserError:
-        if target:
+        if target or times:
             raise
         _offer_targets(draft, frame)
         return None
-    why = f"{columns.target}: {_examples(frame[named.target])}; as classes: task: classification" if plain else ""
+    why = f"{columns.target}: {examples(frame[named.target])}; as classes: task: classification" if plain else ""
     draft.put("task", task, why)
     for key in kind.usual:
         column = getattr(columns, key)
         if isinstance(column, tuple):
             draft.put(key, list(column), kind.meanings.get(key, ""))
         elif column:
-            meaning = f"{kind.meanings[key]}; {_examples(frame[column])}" if key in kind.meanings else ""
+            meaning = f"{kind.meanings[key]}; {examples(frame[column])}" if key in kind.meanings else ""
             draft.put(key, column, "the only column that can be classes" if alone else meaning)
     if order:
         doubtful = doubtful_classes(order)
         draft.suggest("classes", [name for name in order if name not in doubtful], "to set their order")
-        draft.saw(f"{columns.target}: {_examples(frame[str(columns.target)])}")
+        draft.saw(f"{columns.target}: {examples(frame[str(columns.target)])}")
         if doubtful:
             words = "a class, or a word" if len(doubtful) == 1 else "classes, or words"
             question = f"{', '.join(map(repr, doubtful))}: {words} for a label that is missing?"
@@ -363,14 +363,14 @@ def _offer_targets(draft: Draft, frame: pd.DataFrame) -> None:
     draft.ask("target, or time with event or censorship: which column is to be predicted?")
     draft.say("CHOOSE: what is to be predicted? Remove the # of one line for classes:")
     for name in [*usual, *classes] or ["label"]:
-        draft.suggest("target", name, _examples(frame[name]) if name in frame else "")
+        draft.suggest("target", name, examples(frame[name]) if name in frame else "")
     for kind in every_task():
         numbers = [name for name in frame.columns if name not in known and kind.suits(frame[name])]
         if numbers:
             draft.say(f"or of two lines for {kind.subject} per slide:")
             draft.suggest("task", kind.name)
-        for name in numbers[:_FEW]:
-            draft.suggest("target", name, _examples(frame[name]))
+        for name in numbers[:FEW]:
+            draft.suggest("target", name, examples(frame[name]))
     if not (times or status):
         draft.say(
             "For survival write `time: COLUMN`, and `event: COLUMN` (1 = seen) or `censorship: COLUMN` (1 = censored)."
@@ -393,11 +393,4 @@ def _only_classes(frame: pd.DataFrame) -> str | None:
 
 def _could_be_classes(column: pd.Series[Any]) -> bool:
     tally = column.value_counts()
-    return 2 <= len(tally) <= _FEW and bool(tally.iloc[0] > 1)
-
-
-def _examples(column: pd.Series[Any]) -> str:
-    tally = column.value_counts()
-    if len(tally) > _FEW:
-        return f"{len(tally)} different values, such as {', '.join(map(str, tally.index[:2]))}"
-    return ", ".join(f"{value} ({count})" for value, count in tally.sort_index().items())
+    return 2 <= len(tally) <= FEW and bool(tally.iloc[0] > 1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -30,8 +30,13 @@ _ALIKE = 20  # notes of one kind that are listed
 
 
 def init(
-    folder: Annotated[Path, Argument(help="The folder of feature files, as the extractor left it.")],
-    table: Annotated[Path, Argument(help="The spreadsheet of slides or patients: csv, tsv, xlsx, parquet.")],
+    folder: Annotated[Path | None, Argument(help="The folder of feature files, as the extractor left it.")] = None,
+    table: Annotated[
+        Path | None, Argument(help="The spreadsheet of slides or patients: csv, tsv, xlsx, parquet.")
+    ] = None,
+    source: Annotated[
+        Path | None, Option("--from", help="STAMP's config.yaml, or a task folder of Patho-Bench, that says the rest.")
+    ] = None,
     output: Annotated[Path, Option("--out", "-o", help="Where to write the YAML.")] = Path("cohort.yaml"),
     sheet: Annotated[str | None, Option(help="Of an xlsx; the first.")] = None,
     target: Annotated[
@@ -46,7 +51,8 @@ def init(
     """Look at a folder and a spreadsheet and write cohort.yaml; what cannot be seen is left as a choice in a comment."""
     import gated_srp
 
-    draft = gated_srp.init(folder, table, out=output, sheet=sheet, target=target, case=case, slides=slides, force=force)
+    named: dict[str, Any] = {"sheet": sheet, "target": target, "case": case, "slides": slides, "force": force}
+    draft = gated_srp.init(folder, table, source=source, out=output, **named)
     for note in draft.notes:
         if note not in draft.choices:
             say(str(note))
@@ -100,44 +106,70 @@ def splits(
     ] = None,
     seed: Annotated[int | None, Option(min=0, help="The YAML's first; the paper's are 42 to 46.")] = None,
     fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
-    output: Annotated[Path, Option("--out", "-o", help="Where to write the split.")] = Path("split.csv"),
+    output: Annotated[
+        Path | None, Option("--out", "-o", help="Where to write: split.csv, or with --format a folder, splits.")
+    ] = None,
+    layout: Annotated[
+        Literal["clam", "stamp", "patho-bench"] | None,
+        Option(
+            "--format", help="Write a folder as this tool reads it: every fold, or every seed where there are none."
+        ),
+    ] = None,
 ) -> None:
     """Write a split, one row per slide or patient with train, val or test: that of your cohort, or a published one."""
     from gated_srp.data.splits import assign_parts, write_split
 
-    if Path(cohort).suffix in (".yaml", ".yml"):
-        table, split = _own_split(Path(cohort), labels, seed, fold)
-    else:
-        from gated_srp.config.presets import find_cohort
-
-        preset = find_cohort(cohort)
-        if labels is None:
-            cure = (
-                "Give the folder of its public label files: --labels FOLDER. For a cohort of your own, name its YAML."
-            )
-            raise UserError("the split is drawn from the labels, and --labels is not set", where=cohort, cure=cure)
-        table = preset.read_labels(labels)
-        split = preset.read_split(labels, 42 if seed is None else seed, table=table)
-    parts = assign_parts(split, table)
-    write_split(split, output)
-    for note in (*table.notes, *split.notes):
+    table, found = _find_splits(cohort, labels, seed, fold, every=layout is not None)
+    for note in dict.fromkeys((*table.notes, *(note for split in found for note in split.notes))):
         say(note.line)
-    for part, count in split.counts.items():
-        rows = table.frame[parts == part]
-        tally = table.kind.tally(rows, table.classes)
-        tally = {name: number for name, number in tally.get("classes", tally).items() if isinstance(number, int)}
-        said = ", ".join(f"{name} {number}" for name, number in tally.items())
-        say(f"{part:>5}  {count:>6} by {split.unit}  {len(rows):>6} {'slide ' if len(rows) == 1 else 'slides'}  {said}")
-    say(f"{output}: {split.source}, hash {split.hash[:12]}")
+    for split in found:
+        parts = assign_parts(split, table)
+        for part, count in split.counts.items():
+            rows = table.frame[parts == part]
+            tally = table.kind.tally(rows, table.classes)
+            tally = {name: number for name, number in tally.get("classes", tally).items() if isinstance(number, int)}
+            said = ", ".join(f"{name} {number}" for name, number in tally.items())
+            say(
+                f"{part:>5}  {count:>6} by {split.unit}  {len(rows):>6} {'slide ' if len(rows) == 1 else 'slides'}  {said}"
+            )
+        if layout is not None:
+            say(f"{split.source}, hash {split.hash[:12]}")
+    if layout is None:
+        write_split(found[0], output := output or Path("split.csv"))
+        say(f"{output}: {found[0].source}, hash {found[0].hash[:12]}")
+    else:
+        from gated_srp.data.exported_splits import export_splits
+
+        say_written(export_splits(found, table, output or Path("splits"), layout))
 
 
-def _own_split(path: Path, labels: Path | None, seed: int | None, fold: int) -> tuple[Table, Split]:
-    from gated_srp.config.cohort import open_cohort
-    from gated_srp.config.load import load_config
+def _find_splits(
+    cohort: str, labels: Path | None, seed: int | None, fold: int, *, every: bool
+) -> tuple[Table, list[Split]]:
+    """One split of a cohort, or every: its folds, else its seeds unless one is named."""
+    if Path(cohort).suffix in (".yaml", ".yml"):
+        from gated_srp.config.cohort import open_cohort
+        from gated_srp.config.load import load_config
 
-    config = load_config(path, {"labels": str(labels)} if labels else None)
-    data = open_cohort(config)
-    return data.table, data.split(config.seeds[0] if seed is None else seed, fold)
+        config = load_config(cohort, {"labels": str(labels)} if labels else None)
+        data = open_cohort(config)
+        seeds = config.seeds if seed is None else (seed,)
+        if not every:
+            return data.table, [data.split(seeds[0], fold)]
+        if config.folds:
+            return data.table, [data.split(seeds[0], number) for number in range(config.folds.number)]
+        splits = [data.split(one) for one in seeds]
+        return data.table, list({split.hash: split for split in splits}.values())
+    from gated_srp.config.cohort import SEEDS
+    from gated_srp.config.presets import find_cohort
+
+    preset = find_cohort(cohort)
+    if labels is None:
+        cure = "Give the folder of its public label files: --labels FOLDER. For a cohort of your own, name its YAML."
+        raise UserError("the split is drawn from the labels, and --labels is not set", where=cohort, cure=cure)
+    table = preset.read_labels(labels)
+    seeds = (seed,) if seed is not None else SEEDS if every else SEEDS[:1]
+    return table, [preset.read_split(labels, one, table=table) for one in seeds]
 
 
 def check(

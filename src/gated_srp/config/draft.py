@@ -1,17 +1,23 @@
 """A YAML file as it is drafted for a person: settings, reasons beside them, choices in comments."""
 
 import math
+import os
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gated_srp.errors import Note
+from gated_srp.errors import Note, counted
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+FEW = 12  # values that a column of classes has at most
 _LINE = 110  # characters of a comment
 
 
@@ -66,6 +72,44 @@ class Draft:
         self.say(f"CHOOSE: {question} Remove the # of one line:")
         for value, why in values:
             self.suggest(key, value, why)
+
+    def put_defaults(self, metric: str, slides: int, *, drawn: bool) -> None:
+        """The usual settings in comments. ``slides``: those with a file; ``drawn``: the split is, instead of being the table's own."""
+        self.say("What follows are the defaults; remove a # to change one.")
+        self.lines += [
+            "# arms: [na, xsa, diff, gated_srp]",
+            f"# seeds: [42, 43, 44, 45, 46]      # each {'draws its own split by patient' if drawn else 'has its own start weights'}",
+            *(["# folds: 5                         # cross-validation instead of one split per seed"] if drawn else []),
+            f"# metric: {metric}                # selects the epoch",
+            "# window: 3                        # 8 neighbours; 5 gives 24",
+            "# cap: 20000                       # at most so many patches of a slide, if memory is short",
+            "# train: {epochs: 15}",
+            "# out: runs",
+        ]
+        if 0 < slides < 20:
+            self.saw(f"only {counted(slides, 'slide')} with a file: enough to try things, not to show anything")
+
+
+def cohort_name(folder: Path, table: Path) -> str:
+    """After the table if that says something, else after its folder."""
+    words = (table.stem, table.absolute().parent.name, folder.absolute().name, "cohort")
+    plain = [re.sub(r"[^\w .+-]", "_", word).lstrip("_ .+-") for word in words]
+    dull = {"", "slides", "table", "labels", "cohort", "clinical", "data", "sheet", "features", "feats"}
+    return next((word for word in plain if word.casefold() not in dull), "cohort")
+
+
+def relative_path(path: Path, home: Path) -> str:
+    """Relative while it is below or beside ``home``, else in full."""
+    relative = os.path.relpath(path.absolute(), home)
+    return str(path.absolute()) if relative.startswith(os.path.join("..", "..")) else relative
+
+
+def examples(column: "pd.Series[Any]") -> str:
+    """The values of a column of few, with their counts; of others how many there are."""
+    tally = column.value_counts()
+    if len(tally) > FEW:
+        return f"{len(tally)} different values, such as {', '.join(map(str, tally.index[:2]))}"
+    return ", ".join(f"{value} ({count})" for value, count in tally.sort_index().items())
 
 
 def _setting(key: str, value: Any, why: str = "") -> str:

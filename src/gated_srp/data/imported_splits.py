@@ -1,9 +1,9 @@
 """Splits that other tools wrote, as they are.
 
-- CLAM ``splits_0.csv`` (columns train, val, test of ids) and ``splits_0_bool.csv`` (ids x True/False)
+- CLAM ``splits_0.csv`` (columns train, val, test of ids) and ``splits_0_bool.csv`` (ids x True/False), or their folder
 - SurvPath and kin: the same with patients, train and val only
-- Patho-Bench: columns ``fold_0`` ... in the label table
-- STAMP ``splits.json``
+- Patho-Bench and MIL-Lab: columns ``fold_0`` ... in the label table, or the task's folder with its ``k=all.tsv``
+- STAMP ``splits.json``, or the output folder of its crossval
 - PANTHER: a folder of train.csv, val.csv, test.csv
 - one row per id: ``slide_id,split`` or ``case_id,split``, also what we write ourselves
 """
@@ -32,7 +32,9 @@ _WORDS = {
 }
 # Pairs of id and part as the file has them, before the table says whether ids are slides or patients; whether val is the test.
 _Read = tuple[list[tuple[str, str]], bool]
-_FOLD = re.compile(r"(?:splits_|.*k=|fold_?)(\d+)(?:\.csv)?")  # CLAM's file, PANTHER's folder, Patho-Bench's column
+_FOLD = re.compile(
+    r"(?:splits_|.*k=|fold_?)(\d+)(?:_bool)?(?:\.csv)?"
+)  # CLAM's file, PANTHER's folder, Patho-Bench's column
 _TRUE = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -45,7 +47,8 @@ def import_split(path: str | Path, table: Table, *, fold: int = 0, seed: int = 4
     if not path.exists():
         cure = "Give a .csv, .tsv, .xlsx or .json file, or a folder of train/val/test.csv."
         raise UserError("no such split", where=path, cure=cure, kind="missing")
-    pairs, val_is_test = _read_folder(path, fold) if path.is_dir() else _read_file(path, fold)
+    source = _file_in(path)
+    pairs, val_is_test = _read_folder(source, fold) if source.is_dir() else _read_file(source, fold)
     notes: list[Note] = []
     if val_is_test:
         pairs = [(unit, "test" if part == "val" else part) for unit, part in pairs]
@@ -93,6 +96,7 @@ def _named(template: str | Path, seed: int, fold: int) -> Path:
 
 def count_folds(path: Path) -> int:
     """How many folds there are in a split's file or folder; 1 where it cannot be read, which reading it will say."""
+    path = _file_in(path)
     try:
         if path.is_dir():
             found = {match[1] for file in path.iterdir() if (match := _FOLD.fullmatch(file.name))}
@@ -113,6 +117,11 @@ def part_columns(frame: pd.DataFrame) -> list[str]:
     return [name for name in named if "train" in words[name] and words[name] <= _WORDS.keys()]
 
 
+def _file_in(path: Path) -> Path:
+    """The one file with all folds in a task folder of Patho-Bench or an output folder of STAMP; otherwise the path itself."""
+    return next((path / name for name in ("k=all.tsv", "splits.json") if (path / name).is_file()), path)
+
+
 def _read_folder(path: Path, fold: int) -> _Read:
     found = {_WORDS[file.stem.lower()]: file for file in sorted(path.glob("*.csv")) if file.stem.lower() in _WORDS}
     if found:
@@ -121,9 +130,13 @@ def _read_folder(path: Path, fold: int) -> _Read:
             frame, _ = read_frame(file)
             pairs += [(unit, part) for unit in _slides_of(frame[_units(frame)].dropna())]
         return pairs, False
-    inner = [*sorted(path.glob(f"splits_{fold}.csv")), *sorted(path.glob(f"*k={fold}"))]
+    inner = [
+        *(path.glob(f"splits_{fold}.csv")),
+        *path.glob(f"splits_{fold}_bool.csv"),
+        *sorted(path.glob(f"*k={fold}")),
+    ]
     if not inner:
-        what = f"no train.csv, splits_{fold}.csv or folder ending in k={fold} in it"
+        what = f"no train.csv, splits_{fold}.csv, k=all.tsv, splits.json or folder ending in k={fold} in it"
         raise UserError(what, where=path, cure="Name the split's own file.", kind="split")
     return _read_folder(inner[0], fold) if inner[0].is_dir() else _read_file(inner[0], fold)
 
@@ -178,6 +191,10 @@ def _read_stamp(path: Path, fold: int) -> _Read:
     try:
         folds = json.loads(path.read_text(encoding="utf-8"))["splits"]
         chosen = {part: [str(unit) for unit in folds[fold][f"{part}_patients"]] for part in ("train", "test")}
+        val = {
+            str(unit) for unit in folds[fold].get("val_patients", ())
+        }  # ours: STAMP draws its own from those in train
+        chosen |= {"train": [unit for unit in chosen["train"] if unit not in val], "val": sorted(val)}
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"not a splits.json of STAMP with a fold {fold} ({type(error).__name__}: {error})"
         cure = 'Expected {"splits": [{"train_patients": [...], "test_patients": [...]}, ...]}.'
