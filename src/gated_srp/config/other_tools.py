@@ -13,6 +13,7 @@ from typing import Any
 from gated_srp.config.load import read_settings
 from gated_srp.data.imported_splits import count_folds
 from gated_srp.errors import Note, UserError
+from gated_srp.tasks import find_task
 
 _SECTIONS = ("crossval", "training", "modeling", "deployment")  # of STAMP; `modeling` is that of its first version
 _UNLIKE = ("max_epochs", "patience", "batch_size", "bag_size", "max_lr", "lr", "model_name", "use_alibi")
@@ -120,7 +121,7 @@ def _patho_bench(path: Path, settings: Mapping[str, Any]) -> OtherConfig:
         raise UserError("no k=all.tsv beside it", where=path, cure=cure, kind="missing")
     task, extra = settings["task_col"], settings.get("extra_cols") or []
     columns = {"target": task}
-    if settings.get("task_type") == "survival":
+    if "time" in find_task(settings.get("task_type")).usual:
         ends = {"event": ("_event", "_status"), "time": ("_days", "_months", "_years", "_time")}
         columns = {key: next((one for one in extra if one.lower().endswith(end)), "") for key, end in ends.items()}
         if missing := [key for key, column in columns.items() if not column]:
