@@ -34,7 +34,7 @@ def write(path: Path, arm: str, args: dict, *, extra: dict | None = None, drop: 
     if arm == "diff":
         weights = {k.replace(".attn.proj.", ".attn.out_proj."): v for k, v in weights.items()}
     weights |= {
-        f"blocks.{i}.attn.{leaf}": torch.zeros(4)
+        f"blocks.{i}.attn.{leaf}": torch.full((4,), float(arm == "xsa" and leaf != "beta_patch"))
         for i in range(4)
         for leaf in ("beta_patch", "alpha_cls", "alpha_patch")
     }

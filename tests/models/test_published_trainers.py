@@ -1,5 +1,7 @@
 """Checkpoints of the release's PANDA and ADP trainers: files written here from the layout, against a model in plain code."""
 
+import os
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,14 @@ ADP_CASES = {
         {"xsa": True},
         {"alpha_cls": 1.0, "alpha_patch": 1.0},
     ),
+    "xsa by switch": (
+        "vit_s16_xsa",
+        {"use_srp": True, "alpha_cls_mode": "one", "alpha_patch_mode": "one"},
+        {},
+        {"xsa": True},
+        {"alpha_cls": 1.0, "alpha_patch": 1.0},
+    ),
+    "nothing by switch": ("vit_s16", {"use_srp": True, "beta_patch_mode": "zero"}, {}, {}, {"beta_patch": 0.0}),
     "diff": ("vit_s16_diff", {"diff_transformer": True}, {"diff": True}, {}, {}),
     "gated": (
         "vit_s16_gated_srp",
@@ -170,6 +180,116 @@ def test_a_checkpoint_of_the_adp_trainer_computes_what_its_layout_says(tmp_path,
     torch.testing.assert_close(model.double()(rows, graphs), expected, atol=1e-6, rtol=1e-6)
 
 
+def rewritten(path: Path, change) -> Path:
+    content = torch.load(path, weights_only=True)
+    torch.save(change(content), path.with_name("other.pt"))
+    return path.with_name("other.pt")
+
+
+@pytest.fixture
+def gated(tmp_path) -> Path:
+    _, args, has, _, leftovers = PANDA_CASES["gated"]
+    written(tmp_path / "best.pt", PANDA | args, layout(**{**SLIDES, **has}, leftovers=tuple(leftovers)), leftovers)
+    return tmp_path / "best.pt"
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    coords, features = slide()
+    return load_published(path)(features[None], PatchGraph.from_coords(coords, features, stride=256)).detach()
+
+
+def prefixed(*prefixes: str):
+    return lambda content: content | {"model": {"".join(prefixes) + name: t for name, t in content["model"].items()}}
+
+
+def with_baggage(content: dict) -> dict:
+    """What trainers keep beside the weights: states, and scores and settings as numpy, pathlib and argparse have them."""
+    settings = Namespace(**content["args"], out=Path("runs/panda"), lr=np.float32(1e-4))
+    optimizer = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.999)}]}
+    scores = {"kappa_quad": np.float64(0.25), "best": np.bool_(True), "epoch": np.int64(4)}
+    return content | {
+        "args": settings,
+        "val_metrics": scores,
+        "optimizer": optimizer,
+        "scaler": {},
+        "epoch": np.int64(7),
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        prefixed("module."),
+        prefixed("_orig_mod."),
+        prefixed("module.", "_orig_mod."),
+        prefixed("_orig_mod.", "module."),
+        with_baggage,
+        lambda content: content | {"model": {n: t for n, t in content["model"].items() if "beta_patch" not in n}},
+        lambda content: content | {"args": {k: v for k, v in content["args"].items() if k != "gate_hidden_dim"}},
+    ],
+    ids=[
+        "parallel",
+        "compiled",
+        "parallel compiled",
+        "compiled parallel",
+        "baggage",
+        "no leftovers",
+        "width of the gate",
+    ],
+)
+def test_what_lies_around_the_weights_changes_no_number(gated, change):
+    assert torch.equal(logits_of(rewritten(gated, change)), logits_of(gated))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float64, 0.0)]
+)
+def test_weights_of_another_precision_are_widened_and_not_rounded_again(gated, dtype, rounding):
+    def change(content: dict) -> dict:
+        return content | {"model": {name: tensor.to(dtype) for name, tensor in content["model"].items()}}
+
+    other, model = (load_published(path) for path in (rewritten(gated, change), gated))
+    for name, tensor in other.state_dict().items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, model.state_dict()[name].to(dtype).float()), name
+    assert (logits_of(gated.with_name("other.pt")) - logits_of(gated)).abs().max() <= 8 * rounding
+
+
+@pytest.mark.parametrize(
+    ("args", "leftovers", "message"),
+    [
+        ({"mode": "xsa_all_hard"}, {"alpha_cls": 1.0, "alpha_patch": 0.5}, r"alpha_patch' holds 0\.5, but 1 in .*xsa"),
+        ({"mode": "baseline"}, {"alpha_cls": 1.0}, r"alpha_cls' holds 1, but 0 in .*no correction"),
+        ({"mode": "baseline"}, {"beta_patch": 2.0}, r"beta_patch' holds 2, but 0 in .*no correction"),
+        ({"mode": "unknown_mode"}, {"beta_patch": 0.0}, r"args\['mode'\] is 'unknown_mode'"),
+        ({"mode": ["baseline"]}, {"beta_patch": 0.0}, r"args\['mode'\] is \['baseline'\]"),
+    ],
+)
+def test_coefficients_in_the_file_that_contradict_its_settings_are_refused(tmp_path, args, leftovers, message):
+    shapes = layout(**SLIDES, ppeg=True, leftovers=tuple(leftovers))
+    written(tmp_path / "best.pt", PANDA | {"arch": "transmil"} | args, shapes, leftovers)
+    with pytest.raises(UserError, match=message):
+        load_published(tmp_path / "best.pt")
+
+
+def test_a_gate_whose_range_is_not_said_is_refused(gated):
+    """No tensor tells it, and another range gives other logits."""
+    path = rewritten(gated, lambda one: one | {"args": {k: v for k, v in one["args"].items() if k != "delta_scale"}})
+    with pytest.raises(UserError, match="no 'delta_scale', the range of the gates"):
+        load_published(path)
+
+
+def test_numbers_and_paths_beside_the_weights_run_no_code(gated, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path / 'ran'}",))
+
+    content = torch.load(gated, weights_only=True)
+    torch.save(content | {"val_metrics": {"kappa": Bomb()}}, tmp_path / "bomb.pt")
+    with pytest.raises(UserError, match="cannot be read as tensors and plain settings"):
+        load_published(tmp_path / "bomb.pt")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_vit4_with_its_four_input_gates_has_as_many_parameters_as_published():
     sizes = {"in_dim": 1536, "num_outputs": 6, "hidden_dim": 32}
     four, three = (build_model(arm, **sizes) for arm in ("vit4_gated_srp_published", "vit4_gated_srp"))
@@ -206,7 +326,7 @@ def test_vit4_with_its_four_input_gates_has_as_many_parameters_as_published():
         ),
         (PANDA | {"arch": "vit4", "mode": "diff_transformer"}, "dense and Nystrom attention alike"),
         (
-            ADP | {"use_srp": True, "alpha_cls_mode": "one", "alpha_patch_mode": "one"},
+            ADP | {"use_srp": True, "beta_patch_mode": "signed_gated", "alpha_cls_mode": "one", "alpha_patch_mode": "one"},
             "combines use_srp with XSA",
         ),
         ({"embed_dim": 24, "lr": 0.1}, "none of 'variant'.*'mode'.*'use_srp'.* found: embed_dim, lr"),
@@ -238,6 +358,7 @@ def test_a_converted_model_knows_its_classes_its_images_and_its_window(tmp_path)
         tmp_path / "panda.pt",
         PANDA | args | {"neighbor_window": 5},
         layout(**SLIDES, **has, leftovers=tuple(leftovers)),
+        leftovers,
     )
     convert(tmp_path / "panda.pt", tmp_path / "panda.safetensors", classes=list("012345"))
     card = load_card(tmp_path / "panda.safetensors")

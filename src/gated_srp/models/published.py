@@ -4,6 +4,7 @@ Three trainers wrote them. The slide trainer names its model in `variant`, the P
 `use_srp` and other switches. What they name is a trunk with a method, and those two make the arm.
 """
 
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -59,6 +60,7 @@ _NAMES = (  # theirs -> ours, one after the other
     (".attn.out_proj.", ".attn.proj."),
     ("patch_embed.proj.", "in_proj."),
 )
+_WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")  # of torch.compile and of several devices, either inside the other
 _EXPECTED = "Expected a checkpoint of the published release, such as best.pt."
 _FROM_PARTS = "Build the model from parts with SignedGate."
 
@@ -100,8 +102,25 @@ def convert(checkpoint: str | Path, output: str | Path, *, classes: Sequence[str
     return model
 
 
+def _number(dtype: Any, raw: Any = b"\0") -> float:
+    import numpy as np
+
+    return float(np.frombuffer(raw.encode("latin1") if isinstance(raw, str) else raw, dtype)[0])
+
+
+def _path(*parts: str) -> str:
+    return "/".join(map(str, parts))
+
+
 def _unpickle(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """Tensors and plain values; numpy's numbers, paths and argparse's namespace, as trainers keep scores and settings, become plain too."""
+    import numpy as np
+
+    kinds = [type(np.dtype(kind)) for kind in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")]
+    numbers = [(_number, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")]
+    paths = [(_path, f"pathlib.{module}{name}") for module in ("", "_local.") for name in ("PosixPath", "WindowsPath")]
+    with torch.serialization.safe_globals([np.dtype, *kinds, *numbers, *paths, Namespace]):
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @dataclass(frozen=True)
@@ -123,11 +142,17 @@ class _Checkpoint:
             cure = f"{_EXPECTED} Files that hold other Python objects are not opened, since that would run their code."
             raise UserError(what, where=str(path), cure=cure) from error
         keys = found if isinstance(found, dict) else {}
+        if isinstance(keys.get("args"), Namespace):
+            keys["args"] = vars(keys["args"])
         if not isinstance(keys.get("model"), dict) or not isinstance(keys.get("args"), dict):
             said = ", ".join(map(str, keys)) or type(found).__name__
             what = f"expected a dictionary with 'model' and 'args', dictionaries both, found: {said}"
             raise UserError(what, where=str(path), cure=_EXPECTED)
-        return cls(path, found["args"], {name: tensor for name, tensor in found["model"].items() if torch.is_tensor(tensor)})  # fmt: skip
+        weights = {str(name): tensor for name, tensor in found["model"].items() if torch.is_tensor(tensor)}
+        for wrapper in _WRAPPERS:  # of a model that was saved inside one
+            if weights and all(name.startswith(wrapper) for name in weights):
+                weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
+        return cls(path, found["args"], weights)
 
     def error(self, what: str, cure: str = "") -> UserError:
         return UserError(what, where=str(self.path), cure=cure)
@@ -135,7 +160,7 @@ class _Checkpoint:
     def value(self, setting: str, known: Mapping[Any, str], *others: str) -> str:
         """What a setting's value stands for among the known ones; an absent setting has the first."""
         given = self.args.get(setting, next(iter(known)))
-        if given not in known:
+        if not any(given == one for one in known):
             raise self.error(
                 f"args[{setting!r}] is {given!r}, expected one of {', '.join([*map(str, known), *others])}"
             )
@@ -151,7 +176,16 @@ class _Checkpoint:
         arm = _arm(self)
         facts = find_arm(arm)
         names = _SIZES | (_GATE_SIZES if facts.gated else {})
-        sizes = {ours: self.args[theirs] for ours, theirs in names.items() if theirs in self.args}
+        sizes = {ours: self.args[theirs] for ours, theirs in names.items() if self.args.get(theirs) is not None}
+        hidden = (
+            t.shape[0] for name, t in self.weights.items() if name.endswith(".token_mlp_hidden.weight") and t.ndim
+        )
+        if facts.gated and (width := next(hidden, 0)):
+            sizes.setdefault("hidden_dim", width)
+        if facts.gated and "delta" not in sizes:
+            raise self.error(
+                "args has no 'delta_scale', the range of the gates, which no tensor tells", cure=_FROM_PARTS
+            )
         sizes["depth"] = len({name.split(".")[1] for name in self.weights if name.startswith("blocks.")})
         if facts.images:
             sizes["num_patches"] = self.shape("pos_embed", 3)[1] - 1  # one position is that of CLS
@@ -183,6 +217,7 @@ def _arm(opened: _Checkpoint) -> str:
             raise opened.error(f"args[{setting!r}] is {given!r}, expected {only!r}: no arm has another")
     if method == _GATED:
         method = _ablated(opened)
+    _refuse_contradictions(opened, method)
     if (trunk, method) == ("vit4", _DIFF):
         what = "vit4 with Diff: its tensors fit dense and Nystrom attention alike, and there is no published number to tell which it was"
         raise opened.error(what, cure="If you know, build it with build_model and load the tensors into it.")
@@ -192,6 +227,19 @@ def _arm(opened: _Checkpoint) -> str:
     if arm not in ARMS:
         raise opened.error(f"no arm is {trunk!r} with {method!r}", cure=_FROM_PARTS)
     return arm
+
+
+def _refuse_contradictions(opened: _Checkpoint, method: str) -> None:
+    """Coefficients that the file keeps: 1 in alpha_* of XSA and 0 elsewhere; none in beta_patch but of a fixed coefficient."""
+    expected = {".attn.alpha_cls": float(method == _XSA), ".attn.alpha_patch": float(method == _XSA)}
+    if method in (_PLAIN, _XSA, _DIFF) or method.startswith(_GATED):
+        expected[".attn.beta_patch"] = 0.0
+    for name, tensor in opened.weights.items():
+        only = next((value for end, value in expected.items() if name.endswith(end)), None)
+        if only is not None and not bool((tensor == only).all()):
+            held = ", ".join(f"{value:g}" for value in sorted(set(tensor.double().flatten().tolist()))[:4])
+            what = f"{name!r} holds {held}, but {only:g} in what args name ({method or 'no correction'})"
+            raise opened.error(what, cure="The tensors and args are of two models; nothing was loaded.")
 
 
 def _variant(opened: _Checkpoint) -> str:
@@ -205,17 +253,21 @@ def _mode(opened: _Checkpoint) -> str:
 
 
 def _switches(opened: _Checkpoint) -> str:
-    on = {"zero": "", "one": "XSA"}
+    on = {"zero": "", "one": _XSA}
     own = [opened.value(setting, on) for setting in ("alpha_cls_mode", "alpha_patch_mode")]
     if own[0] != own[1]:
         raise opened.error("alpha_cls_mode and alpha_patch_mode differ: XSA on one kind of row alone; no arm does that")
-    methods = {"use_srp": opened.args["use_srp"], "XSA": own[0], "diff_transformer": opened.args.get("diff_transformer")}  # fmt: skip
-    chosen = [name for name, is_on in methods.items() if is_on]
+    beta, along = {"signed_gated": _GATED, "zero": _PLAIN}, _PLAIN
+    alone = own[0] and opened.args.get("beta_patch_mode") not in beta and not any(_coefficients(opened))
+    if (
+        opened.args["use_srp"] and not alone
+    ):  # XSA whose file holds no other coefficient is XSA, whatever the mode is called
+        along = _fixed_if_unnamed(opened, "beta_patch_mode", beta)
+    named = {along: "use_srp", own[0]: "XSA", _DIFF if opened.args.get("diff_transformer") else "": "diff_transformer"}
+    chosen = {method: name for method, name in named.items() if method}
     if len(chosen) > 1:
-        raise opened.error(f"combines {' with '.join(chosen)}; no arm does")
-    if chosen == ["use_srp"]:
-        return _fixed_if_unnamed(opened, "beta_patch_mode", {"signed_gated": _GATED})
-    return {"XSA": _XSA, "diff_transformer": _DIFF}[chosen[0]] if chosen else _PLAIN
+        raise opened.error(f"combines {' with '.join(chosen.values())}; no arm does")
+    return next(iter(chosen), _PLAIN)
 
 
 def _ablated(opened: _Checkpoint) -> str:
@@ -229,7 +281,7 @@ def _ablated(opened: _Checkpoint) -> str:
 def _fixed_if_unnamed(opened: _Checkpoint, setting: str, known: Mapping[str, str]) -> str:
     """These trainers have names of their own for fixed coefficients, which the tensors tell better: zeros in all other models."""
     held = _coefficients(opened)
-    if opened.args.get(setting) not in known and any(held):
+    if not any(opened.args.get(setting) == one for one in known) and any(held):
         return _fixed(opened, held)
     return opened.value(setting, known, "a fixed coefficient in attn.beta_patch")
 
