@@ -222,6 +222,11 @@ def write_h5(path: Path, *, attrs: dict[str, object] | None = None, **arrays: np
     return path
 
 
+def peak() -> int:
+    """The most bytes of address space that this process ever had (Linux)."""
+    return int(Path("/proc/self/status").read_text().split("VmPeak:")[1].split()[0]) * 1024
+
+
 LAYOUTS: dict[str, Callable[[Path, str, Slide], Path]] = {
     "trident": write_trident,
     "trident_pt": write_trident_pt,

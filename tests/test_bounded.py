@@ -8,7 +8,9 @@ import sys
 import time
 import zipfile
 import zlib
+from importlib import import_module
 from pathlib import Path
+from threading import Event, Thread
 
 import h5py
 import numpy as np
@@ -19,6 +21,7 @@ from factories import make_slide, write_clam, write_stamp
 from gated_srp import bounded
 from gated_srp.bounded import ForeignFailure, try_out
 from gated_srp.data import BagError, read_bag, read_header
+from gated_srp.data.files import arrays
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +33,12 @@ def _impatient(monkeypatch):
         bounded._helper._ended()
 
 
-def endless(folder: Path) -> Path:
+def endless(folder: Path, features: str = "feats") -> Path:
     """STAMP's file with a string whose length, rounded up, comes to nothing: HDF5 walks over it for ever and ignores Ctrl-C."""
     path = write_stamp(folder, "endless", make_slide(columns=3, rows=2, width=2))
+    with h5py.File(path, "a") as file:
+        if features != "feats":
+            file.move("feats", features)
     whole = bytearray(path.read_bytes())
     at = whole.index(b"GCOL") + 24  # the first object's length: behind the heap's head and the object's number
     whole[at : at + 8] = struct.pack("<Q", 2**64 - 16)
@@ -229,14 +235,38 @@ def test_files_that_passed_are_tried_once_and_again_when_they_change(tmp_path, m
     assert asked == [path, path]
 
 
-def test_a_healthy_file_at_which_a_forked_helper_spins_is_read_all_the_same(tmp_path, monkeypatch):
-    """A fork may spin on a lock of a thread that it left behind: a fresh interpreter then has the last word."""
-    code = (
-        "import sys\ndef look(path):\n    while 'pytest' in sys.modules:  # only in a fork of the tests\n        pass\n"
-    )
-    (tmp_path / "looks_of_a_fork.py").write_text(code)
+@pytest.mark.parametrize("does", ["pass", "time.sleep(9)"])
+def test_a_healthy_file_at_which_a_forked_helper_spins_or_waits_is_read_all_the_same(does, tmp_path, monkeypatch):
+    """A fork may spin on, or wait for, a lock of a thread that it left behind: a fresh interpreter then has the last word."""
+    monkeypatch.setattr(bounded, "_STUCK", 0.2)
+    name = f"looks_of_a_fork_{len(does)}"
+    code = f"import sys, time\ndef look(path):\n    while 'pytest' in sys.modules:  # only in a fork of the tests\n        {does}\n"
+    (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    from looks_of_a_fork import look
+    try_out(import_module(name).look, write_clam(tmp_path, "good", make_slide()))
 
-    try_out(look, write_clam(tmp_path, "good", make_slide()))
+
+def test_a_file_that_another_thread_is_loading_holds_up_no_helper(tmp_path, monkeypatch):
+    """Torch's allow-list has a lock, which a fork copies as it is: held by a thread that the fork does not have."""
+    opinions: list[bytes] = []
+    monkeypatch.setattr(bounded, "_STUCK", 0.2)
+    monkeypatch.setattr(bounded, "_second_opinion", lambda request: opinions.append(request) or (0, None))
+    torch.save(
+        {"features": torch.ones(6, 2), "coords": torch.tensor([[x * 512, 0] for x in range(6)])}, tmp_path / "s.pt"
+    )
+    let_go, held = Event(), Event()
+
+    def hold() -> None:
+        with arrays._LOADING:
+            held.set()
+            let_go.wait()
+
+    (thread := Thread(target=hold)).start()
+    held.wait()
+    try:
+        try_out(arrays._load_torch, tmp_path / "s.pt")
+    finally:
+        let_go.set()
+        thread.join()
+    assert not opinions and read_bag(tmp_path / "s.pt").features.eq(1).all()

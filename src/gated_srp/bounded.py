@@ -26,8 +26,10 @@ CPU_SECONDS = 3  # for one file, twice at most; waiting for a slow disk does not
 _PER_SECOND = 2**25  # bytes of a large file that are looked through at the least
 MEMORY = 2**30  # bytes beyond those of the process and twice the file's
 _IDLE = 5.0  # seconds without work after which the helper leaves
+_STUCK = 5.0  # seconds between two looks at a helper that does not answer
 _LENGTH = struct.Struct("<I")
-_known: dict[tuple[str, int, int], Exception | None] = {}  # what came of a file, by path, size and time
+SECOND_OPINION = "from gated_srp.bounded import _alone; _alone()"
+_known: dict[tuple[bytes, int, int], Exception | None] = {}  # what came of a file, by look and path, size and time
 _FORKS = sys.platform == "linux" and hasattr(os, "fork") and hasattr(os, "register_at_fork")
 
 
@@ -44,11 +46,12 @@ def try_out(look: Callable[[Path], Any], path: Path, *, seconds: int | None = No
     if not _FORKS or os.getpid() == _helper.inside:
         return
     info = path.stat()
-    identity = (os.fspath(path), info.st_size, info.st_mtime_ns)
+    bound = CPU_SECONDS + info.st_size // _PER_SECOND if seconds is None else seconds
+    request = pickle.dumps((look, os.path.abspath(path), bound))
+    identity = (request, info.st_size, info.st_mtime_ns)
     if identity not in _known:
-        bound = CPU_SECONDS + info.st_size // _PER_SECOND if seconds is None else seconds
         with _helper.lock:
-            _known[identity] = _helper.ask(look, path, bound)
+            _known[identity] = _helper.ask(request, path, bound)
     if (error := _known[identity]) is not None:
         raise error
 
@@ -65,13 +68,13 @@ class _Helper:
         self.lock = Lock()
         self.process = 0
 
-    def ask(self, look: Callable[[Path], Any], path: Path, seconds: int) -> Exception | None:
-        request = pickle.dumps((look, os.path.abspath(path), seconds))
+    def ask(self, request: bytes, path: Path, seconds: int) -> Exception | None:
         for _ in range(2):
             if not self.process:
                 self._start()
             try:
                 os.write(self.requests, _LENGTH.pack(len(request)) + request)
+                self._wait()
                 answer: Exception | None = _received(self.replies)
                 return answer
             except (BrokenPipeError, EOFError):
@@ -83,8 +86,8 @@ class _Helper:
             if status:  # else it had left, and is started again
                 break
         kind, what = "endless", f"its reading did not come to an end within {seconds} s"
-        if status == -signal.SIGXCPU:
-            # A forked process may also spin on what its parent's threads left behind: a fresh one has the last word.
+        if status in (-signal.SIGXCPU, -signal.SIGKILL):
+            # A forked process may also spin on, or wait for, what its parent's threads left behind: a fresh one has the last word.
             status, answer = _second_opinion(request)
             if status == 0:
                 return answer
@@ -92,6 +95,18 @@ class _Helper:
             how = signal.Signals(-status).name if status < 0 else f"exit {status}"
             kind, what = "crash", f"its reading crashed the library that reads it ({how})"
         return ForeignFailure(what, where=path, cure="It is damaged: copy, download or make it again.", kind=kind)
+
+    def _wait(self) -> None:
+        """For its answer. One that sleeps waits for a lock of a thread that it does not have, or for a slow disk: it is ended."""
+        before: list[str] = []
+        while not select.select([self.replies], [], [], _STUCK)[0]:
+            with open(f"/proc/{self.process}/stat", encoding="ascii", errors="replace") as file:
+                now = file.read().rsplit(")", 1)[1].split()
+            if (
+                now[0] == "S" and before[:1] == now[:1] and before[11:13] == now[11:13]
+            ):  # asleep, and no time of the processor
+                os.kill(self.process, signal.SIGKILL)
+            before = now
 
     def _ended(self) -> int:
         os.close(self.requests)
@@ -117,8 +132,7 @@ class _Helper:
 
 def _second_opinion(request: bytes) -> tuple[int, Exception | None]:
     """Exit status and answer of a new interpreter that tries the same file."""
-    command = [sys.executable, "-c", "from gated_srp.bounded import _alone; _alone()"]
-    done = subprocess.run(command, input=request, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", SECOND_OPINION], input=request, capture_output=True)
     return done.returncode, pickle.loads(done.stdout) if done.returncode == 0 else None
 
 

@@ -109,10 +109,12 @@ def read_plan(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         dials = [one[axis]["dial"] for one in content["diagrams"].values() for axis in ("x", "y")]
         absent = {"seeds", "reference", "recipe", "patients", "settings"} - set(content)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        unknown = sorted({*absent, *(dial for dial in dials if dial not in _DIALS | {"slides"} and "." not in dial)})
+        for _ in () if unknown else points_of(content):
+            pass
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"cannot be read as a plan ({error!r})"
         raise UserError(what, where=path, cure="docs/evidence/simulation.yaml is one.") from None
-    unknown = sorted({*absent, *(dial for dial in dials if dial not in _DIALS | {"slides"} and "." not in dial)})
     if unknown:
         cure = f"Expected seeds, reference, recipe, patients, settings, diagrams; dials: slides, a setting, {', '.join(sorted(_DIALS))}."
         raise UserError(f"missing or unknown: {', '.join(unknown)}", where=path, cure=cure)

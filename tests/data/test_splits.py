@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from factories import peak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -414,9 +415,18 @@ def test_adp_row_files_give_the_parts_and_wrong_ones_are_refused(tmp_path: Path)
     np.save(tmp_path / "test.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match="list of row numbers"):
         published_splits.from_row_files(table, tmp_path)
-    (tmp_path / "test.npy").write_bytes(b"no array")
-    with pytest.raises(UserError, match="cannot be read"):
-        published_splits.from_row_files(table, tmp_path)
+    claim = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000,), }\n"
+    for damaged in (
+        b"no array",
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff{",  # a header of 4 GB
+        b"\x93NUMPY\x01\x00" + bytes([len(claim), 0]) + claim + bytes(16),
+        b"\x93NUMPY\x01\x00\x08\x00{'descr'",
+    ):
+        (tmp_path / "test.npy").write_bytes(damaged)
+        before = peak()
+        with pytest.raises(UserError, match="cannot be read"):
+            published_splits.from_row_files(table, tmp_path)
+        assert peak() - before < 2**31
 
 
 class Malice:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fuzz_side_files as side
 import numpy as np
 import torch
 from factories import LAYOUTS, make_slide
@@ -29,14 +30,18 @@ class Target:
     seeds: Callable[[Path], Iterator[Path]]
     share: float = 1.0
 
-    def all_seeds(self, folder: Path, name: str) -> list[Seed]:
-        """Good files, and those of the corpus for this target."""
+    def good(self, folder: Path) -> list[Seed]:
+        """Good files."""
         found = []
         for number, main in enumerate(self.seeds(folder)):
             home = folder / str(number) if (folder / str(number)).is_dir() else folder
             found.append((str(main.relative_to(home)), packed(home)))
-        found += [(path.name, {path.name: path.read_bytes()}) for path in sorted(CORPUS.glob(f"{name}/*"))]
         return found
+
+
+def corpus(name: str) -> list[Seed]:
+    """Bad files for this target."""
+    return [(path.name, {path.name: path.read_bytes()}) for path in sorted(CORPUS.glob(f"{name}/*"))]
 
 
 def packed(folder: Path) -> Files:
@@ -141,8 +146,8 @@ def _read_slide(path: Path) -> None:
 
 # Tables, settings, splits --------------------------------------------------------------------------------------------
 
-_TABLE = "slide_id,case_id,label,site,note\n" + "".join(
-    f's{i},p{i // 2},{"AB"[i // 2 % 2]},{"xyz"[i % 3]},"a, b"\n' for i in range(12)
+_TABLE = "slide_id,case_id,label,site,note,time,event\n" + "".join(
+    f's{i},p{i // 2},{"AB"[i // 2 % 2]},{"xyz"[i % 3]},"a, b",{i // 2 + 0.5},{i // 2 % 2}\n' for i in range(12)
 )
 
 
@@ -167,7 +172,9 @@ def _tables(folder: Path) -> Iterator[Path]:
 def _read_table(path: Path) -> None:
     from gated_srp.data.table import read_table
 
-    read_table(path, task="classification")
+    with first_refusal() as tried:
+        tried(lambda: read_table(path, task="classification"))
+        tried(lambda: read_table(path, task="survival"))
 
 
 _YAML = """\
@@ -407,6 +414,16 @@ TARGETS: dict[str, Target] = {
     "checkpoints": Target(_read_checkpoint, _checkpoints),
     "caches": Target(_read_cache, _caches),
     "drawings": Target(_read_drawing, _drawings),
+    "extracted": Target(side.read_extracted, side.extracted),
+    "weights": Target(side.read_weights, side.weights),
+    "photographs": Target(side.read_photograph, side.photographs, 0.5),
+    "resolutions": Target(side.read_resolutions, side.resolutions, 0.2),
+    "gates": Target(side.read_gates, side.gates, 0.5),
+    "rows": Target(side.read_row_files, side.rows, 0.5),
+    "scores": Target(side.read_scores_file, side.scores, 0.3),
+    "answers": Target(side.read_answers, side.answers, 0.3),
+    "tuned": Target(side.read_tuned, side.tuned, 0.3),
+    "plans": Target(side.read_plan_file, side.plans, 0.3),
     "report": Target(_read_report, _runs("classification/runs", "survival/runs"), 0.05),
     "report_compared": Target(_read_report, _compared, 0.1),
 }

@@ -2,18 +2,27 @@
 
 import struct
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from factories import make_slide, write_clam
-from images import picture, write_slide
+import torch
+from factories import make_slide, peak, write_clam
+from images import mean_colour, picture, write_slide
+from test_bounded import endless
 
+from gated_srp import bounded
 from gated_srp.data import read_header
+from gated_srp.errors import UserError
 from gated_srp.reports.draw import find_image
 from gated_srp.reports.maps import Patches
+from gated_srp.slides.extract import Extraction, extract_slides
+from gated_srp.slides.pretrained import load_weights
 from gated_srp.slides.reader import SlideError, SlideImage
+from gated_srp.slides.store import Trident
+from gated_srp.slides.tiles import Tiling
 
 _TAGS = {"width": 256, "height": 257, "tile_width": 322, "tile_height": 323}
 
@@ -76,3 +85,34 @@ def test_an_image_that_a_feature_file_names_is_opened_only_in_the_folder_of_slid
     assert chosen(None, theirs) == theirs, "the user named it"
     own = write_slide(slides / "s1.tif", np.zeros((64, 64, 3), np.uint8))
     assert chosen(None, slides) == own
+
+
+# What `extract` finds and is given -------------------------------------------------------------------------------------
+
+
+def test_features_that_hold_hdf5_in_a_loop_are_named_where_a_slide_is_extracted_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded, "CPU_SECONDS", 0)
+    slide = write_slide(tmp_path / "s.tif", picture((256, 256), [(40, 40, 150, 150)]))
+    settings = Extraction(encoder=mean_colour(), tiling=Tiling(size=64), layout=Trident(tmp_path / "out"), workers=0)
+    there = settings.layout.path(settings.job(slide))
+    there.parent.mkdir(parents=True)
+    endless(tmp_path, "features").rename(there)
+    with pytest.raises(UserError, match="did not come to an end") as caught:
+        extract_slides([slide], settings)
+    assert caught.value.where == str(there)
+
+
+def test_weights_of_400_bytes_cannot_ask_torch_for_gigabytes(tmp_path):
+    model, path = torch.nn.Linear(3, 2), tmp_path / "w.pt"
+    torch.save(model.state_dict(), path)
+    load_weights(torch.nn.Linear(3, 2), path)
+    with zipfile.ZipFile(path) as old:
+        content = {name: old.read(name) for name in old.namelist()}
+    call = b"ctorch\nFloatTensor\n(\x8a\x05" + struct.pack("<Q", 2**30)[:5] + b"tR"
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in content.items():
+            new.writestr(name, b"\x80\x02" + call + b"." if name.endswith("data.pkl") else data)
+    before = peak()
+    with pytest.raises(UserError, match="not a readable weight file") as caught:
+        load_weights(model, path)
+    assert caught.value.where == str(path) and peak() - before < 2**31

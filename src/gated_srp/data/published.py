@@ -1,6 +1,8 @@
 """The paper's cohorts as they were released: the public label files, which of their rows count, and the rules of the splits."""
 
 import hashlib
+import io
+import math
 import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,20 +150,24 @@ def from_row_files(table: Table, folder: str | Path) -> Split:
 def _row_numbers(path: Path) -> Array:
     """The content of a row file. Numbers that were stored as Python objects are read, too: nothing else is unpickled."""
     try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            _, _, dtype = read(file)
-            if dtype.hasobject:
-                return np.array(_Numbers(file).load().tolist())
-        plain: Array = np.load(path, allow_pickle=False)
+        file = io.BytesIO(path.read_bytes())  # a header that claims to be longer ends with the file
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        if dtype.hasobject:
+            return np.array(_Numbers(file).load().tolist())
+        if dtype.itemsize * math.prod(shape) > file.getbuffer().nbytes:
+            raise ValueError(f"it claims {math.prod(shape):,} numbers, which are not there")
+        file.seek(0)
+        plain: Array = np.lib.format.read_array(file, allow_pickle=False)
         return plain
-    except (OSError, ValueError, EOFError, AttributeError) as error:
-        cure = "ADP's row files train.npy, valid.npy and test.npy come with it."
-        raise UserError(f"cannot be read ({error})", where=path, cure=cure, kind="split") from None
     except pickle.UnpicklingError as error:
         what = f"holds other Python objects than numbers ({error})"
         cure = "Such files are not opened, since that would run their code. Download the release again."
+        raise UserError(what, where=path, cure=cure, kind="split") from None
+    except Exception as error:  # damage shows as anything: a tokenizer's, an unpickler's error
+        cure = "ADP's row files train.npy, valid.npy and test.npy come with it."
+        what = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         raise UserError(what, where=path, cure=cure, kind="split") from None
 
 

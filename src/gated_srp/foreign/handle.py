@@ -301,7 +301,10 @@ def _gates_of_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _gates_of_folder(folder: Path, layers: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Of save_pretrained: the card is in its config, the tensors under whatever names its layers have there."""
     config = folder / "config.json"
-    card = json.loads(config.read_text()).get("gated_srp") if config.is_file() else None
+    try:
+        card = json.loads(config.read_text(encoding="utf-8"))["gated_srp"] if config.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        card = None
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= read_tensors(path, called="file of gates", cure=_EXPECTED, only=_MARK)[1]

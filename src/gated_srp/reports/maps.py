@@ -19,6 +19,7 @@ from gated_srp.data.prepared import Preparation, kept_rows, open_header
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import model_file
 from gated_srp.models.nystrom import DifferentialAttention
+from gated_srp.records import parse_numbers
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, set_gates, trace
 from gated_srp.training.trained import TrainedRun, average, open_slide
@@ -304,7 +305,12 @@ def read_scores(path: Path, patches: Patches) -> PatchMap:
     given = table[column].to_numpy(float)
     places = {str(c).lower(): c for c in table}
     if {"x", "y"} <= set(places):
-        values = _by_place(path, table[[places["x"], places["y"]]].to_numpy(float), given, patches)
+        corners = table[[places["x"], places["y"]]].apply(parse_numbers)
+        if corners.isna().to_numpy().any():
+            row = int(corners.isna().any(axis=1).to_numpy().argmax())
+            what = f"row {row + 2} has no x or y that is a number"
+            raise UserError(what, where=path, cure="Expected top-left corners as in the feature file's coords.")
+        values = _by_place(path, corners.to_numpy(float), given, patches)
     elif len(table) == patches.header.shape[0]:
         values = given[patches.rows]
     else:

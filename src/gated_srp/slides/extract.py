@@ -3,7 +3,6 @@
 Shapes: N patches, S side of a tile, D width of the features.
 """
 
-import csv
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -372,12 +371,12 @@ def read_mpp(given: float | str | Path | Mapping[str, float] | None) -> tuple[fl
 
 
 def _read_mpp_table(path: Path) -> dict[str, str]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"neither a number nor a readable CSV ({error}).", where=f"--mpp {path}") from None
-    if not rows or not {"wsi", "mpp"} <= set(rows[0]):
-        found = ", ".join(rows[0]) if rows else "nothing"
-        raise UserError(f"expected a CSV with the columns wsi and mpp (found: {found}).", where=f"--mpp {path}")
-    return {row["wsi"]: row["mpp"] for row in rows}
+    from gated_srp.data.spreadsheet import read_frame  # and with it pandas
+
+    if not path.is_file():
+        raise UserError("neither a number nor a file", where=f"--mpp {path}", cure="Expected 0.25, or a CSV.")
+    rows, _ = read_frame(path)
+    if not {"wsi", "mpp"} <= set(rows):
+        what = f"expected a CSV with the columns wsi and mpp (found: {', '.join(map(str, rows))})"
+        raise UserError(what, where=f"--mpp {path}", cure="Name the columns so.")
+    return dict(zip(rows["wsi"].astype(str), rows["mpp"].astype(str), strict=True))

@@ -5,6 +5,7 @@ safetensors, or torch.load with weights_only. Shapes: B batch.
 """
 
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from gated_srp.bounded import try_out
 from gated_srp.errors import UserError
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -151,6 +153,10 @@ def _conch_v1(weights: Path | None) -> nn.Module:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
+def _unpickle(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
 def load_weights(model: nn.Module, file: Path, renamed: Mapping[str, str] | None = None) -> None:
     """Every weight of the model from a file; whatever else the file holds (heads, other towers) is ignored.
 
@@ -162,7 +168,8 @@ def load_weights(model: nn.Module, file: Path, renamed: Mapping[str, str] | None
 
             state = load_file(file)
         else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            try_out(_unpickle, file)  # a pickle of a few bytes may ask torch for storages of any size
+            state = _unpickle(file)
     except Exception as error:  # torch and safetensors raise many kinds for broken files
         raise UserError(
             f"not a readable weight file ({type(error).__name__}: {str(error)[:160]})",

@@ -13,6 +13,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from gated_srp.bounded import try_out
+from gated_srp.data.files.containers import opened
 from gated_srp.errors import UserError
 from gated_srp.files import sampled_hash, whole_hdf5
 from gated_srp.slides.reader import SlideInfo
@@ -70,16 +72,8 @@ class Trident:
         path = self.path(job)
         if not path.is_file():
             return None
-        try:
-            with h5py.File(path, "r") as file:
-                if self.features(job) not in file:
-                    return None
-                noted = file[self.features(job)].attrs.get("gated_srp")
-                made = {} if noted is None else dict(json.loads(noted))
-                return {"slide": _known(file), **made}
-        except (OSError, ValueError) as error:
-            cure = "Remove it; the slide is then extracted again."
-            raise UserError(f"cannot be read ({error})", where=path, cure=cure) from None
+        with _existing(path) as file:
+            return _made_with(file, self.features(job)) if self.features(job) in file else None
 
     @contextmanager
     def writing(self, job: Job, plan: TilePlan, encoder: Mapping[str, str]) -> Iterator[h5py.Dataset]:
@@ -182,6 +176,39 @@ def _geometry(plan: TilePlan) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _existing(path: Path) -> Iterator[h5py.File]:
+    """A file that is there already, whoever wrote it: tried out before, and whatever is wrong with it is an error that names it."""
+    try:
+        try_out(_look_through, path)
+        with opened(path), h5py.File(path, "r") as file:
+            yield file
+    except UserError:
+        raise
+    except Exception as error:  # damage shows as anything
+        what = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise UserError(
+            what, where=path, cure="Remove it; the slide is then extracted again.", kind="damaged"
+        ) from error
+
+
+def _look_through(path: Path) -> None:
+    """All that is read of a file but its features, under the helper's bounds."""
+    with h5py.File(path, "r") as file:
+        inside = file.get("features", {})
+        for name in ("features",) if isinstance(inside, h5py.Dataset) else (f"features/{name}" for name in inside):
+            _made_with(file, name)
+        file["coords"][:, :2]
+
+
+def _made_with(file: h5py.File, features: str) -> dict[str, Any]:
+    """Settings of an array of features, with what is known of the slide."""
+    made = dict(json.loads(file[features].attrs.get("gated_srp", "{}")))
+    if not isinstance(made.setdefault("slide", _known(file)), dict):
+        raise ValueError("its slide is described by something else")
+    return made
+
+
 def _known(file: h5py.File) -> dict[str, Any]:
     """What a file without an identity says of its slide all the same: its path and the size of its largest level."""
     said = {**file.attrs, **file["coords"].attrs}
@@ -199,10 +226,9 @@ def _about(plan: TilePlan) -> dict[str, Any]:
 
 def _copy_others(there: Path, file: h5py.File, table: np.ndarray, job: Job, slide: Mapping[str, Any]) -> None:
     """Features of other encoders move into the new file; they must belong to the same slide and patches."""
-    with h5py.File(there, "r") as old:
+    with _existing(there) as old:
         for name in old.get("features", ()):
-            made = json.loads(old[f"features/{name}"].attrs.get("gated_srp", "{}"))
-            refuse_other_slide(there, made.get("slide", _known(old)), slide)
+            refuse_other_slide(there, _made_with(old, f"features/{name}")["slide"], slide)
         if old["coords"].shape != table.shape or not np.array_equal(old["coords"][:, :2], table[:, :2]):
             raise UserError(
                 "holds other patches than those asked for (size, magnification, overlap or tissue differ, and one file has one "

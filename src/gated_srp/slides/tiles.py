@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, ImageDraw
 from scipy import ndimage
 
 from gated_srp.errors import UserError, counted
@@ -269,8 +269,9 @@ def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         with Image.open(path) as opened:
             pixels = np.asarray(opened.convert("RGB"))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise UserError(f"cannot be read as a picture ({error}).", where=path) from None
+    except Exception as error:  # damage shows as anything: a decoder's, a parser's error
+        what = f"cannot be read as a picture ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise UserError(what, where=path, cure="Save it again, or take it out of the folder.") from None
     corners = lattice((pixels.shape[1], pixels.shape[0]), size, size)
     if len(corners) < _FEWEST:
         given = f"{pixels.shape[1]} x {pixels.shape[0]} pixels give {counted(len(corners), 'patch')} of {size}"

@@ -264,7 +264,16 @@ def read_frozen(config: CohortConfig) -> dict[str, Any] | None:
         }
         chosen = {u: {name: kinds[name](value) for name, value in g.items()} for u, g in chosen.items()}
         return {"arm": str(content["arm"]), "chosen": chosen}
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+        OSError,
+        yaml.YAMLError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         cure = "Remove it, or run `gated-srp tune` again."
         raise UserError(f"cannot be read ({error!r})", where=path, cure=cure) from None
 

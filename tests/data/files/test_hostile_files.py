@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from factories import LAYOUTS, make_slide, write_clam, write_h5
+from factories import LAYOUTS, make_slide, peak, write_clam, write_h5
 
 from gated_srp.data import BagError, read_bag, read_header
 
@@ -36,12 +36,6 @@ def test_half_written_compressed_chunks_are_refused(tmp_path):
     assert _kind(tmp_path / "s.h5") == "oversized"
 
 
-def _peak() -> int:
-    """The most bytes of address space that this process ever had."""
-    text = Path("/proc/self/status").read_text()
-    return int(text.split("VmPeak:")[1].split()[0]) * 1024
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_chunk_that_claims_more_bytes_than_the_file_has_gets_no_memory(tmp_path):
     path, slide = tmp_path / "s.h5", make_slide(columns=4, rows=3, width=6)
@@ -54,8 +48,8 @@ def test_a_chunk_that_claims_more_bytes_than_the_file_has_gets_no_memory(tmp_pat
     key = struct.pack("<I", chunk.size) + rest
     assert whole.count(key) == 1
     path.write_bytes(whole.replace(key, struct.pack("<I", 0xF0000000) + rest))
-    before = _peak()
-    assert _kind(path) == "oversized" and _peak() - before < 2**31
+    before = peak()
+    assert _kind(path) == "oversized" and peak() - before < 2**31
 
 
 def test_positions_that_compress_to_almost_nothing_open(tmp_path):

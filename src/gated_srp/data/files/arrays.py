@@ -45,6 +45,16 @@ _ALLOWED: list[Any] = [
 _LOADING = Lock()  # the allow-list is one per process
 
 
+def _unlock() -> None:
+    """In a forked child: the thread that may have held the lock is not there."""
+    global _LOADING
+    _LOADING = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Unix
+    os.register_at_fork(after_in_child=_unlock)
+
+
 class TorchFile(Container):
     """A bare array is named features."""
 
