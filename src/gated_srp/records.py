@@ -28,7 +28,9 @@ Number = Annotated[float, Field(allow_inf_nan=False)] | None
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1, le=_SIZE)]
 Names = list[str]
-Scores = dict[str, dict[str, Number]]  # by level, then by metric
+Scores = dict[
+    str, dict[str, Number] | None
+]  # by level, then by metric; None where a level has no truth, or no predictions
 
 
 class Record(BaseModel):

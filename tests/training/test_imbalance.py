@@ -1,7 +1,5 @@
 """Rare classes: weights in the training loss and balanced draws, against naive loops; off, they change no bit."""
 
-import os
-import signal
 from collections import Counter
 
 import numpy as np
@@ -9,13 +7,12 @@ import pandas as pd
 import pytest
 import torch
 from factories import write_trident
-from toy_cohorts import open_config, planted, write_survival_cohort, write_yaml
+from toy_cohorts import open_config, planted, train_interrupted, write_survival_cohort, write_yaml
 
 import gated_srp
-from gated_srp.errors import Interrupted, UserError
+from gated_srp.errors import UserError
 from gated_srp.tasks import Classification, Multilabel
 from gated_srp.tasks.imbalance import sampling_weights, weighted
-from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.loop import bag_order
 from gated_srp.training.train import train
 
@@ -92,19 +89,9 @@ def test_weights_and_draws_are_named_in_card_log_and_report_and_resume_bit_for_b
     page = gated_srp.report(tmp_path / "whole", out=tmp_path / "r.html").path.read_text()
     assert "Classes are weighted in the training loss (balanced)." in page and "drawn with replacement" in page
 
-    seen, bag, again = [], RunCallbacks.bag, config.model_copy(update={"out": tmp_path / "again"})
-
-    def signalled(self, one):
-        seen.append(one.slide)
-        if len(seen) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        bag(self, one)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunCallbacks, "bag", signalled)
-        with pytest.raises(Interrupted):
-            train(again, arm="na", seed=42)
-    assert len(set(seen)) < len(seen) or len(seen) < 8  # drawn with replacement
+    again = config.model_copy(update={"out": tmp_path / "again"})
+    seen = train_interrupted(again, "na", after=5, monkeypatch=monkeypatch)
+    assert seen and set(seen) <= {f"s{i:02d}" for i in range(8)}  # of the training part
     resumed = train(again, arm="na", seed=42)
     for name in ("model.safetensors", "metrics.json", "history.csv", "predictions_test_slide.csv"):
         assert (resumed.path / name).read_bytes() == (whole.path / name).read_bytes()

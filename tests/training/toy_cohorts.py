@@ -1,12 +1,19 @@
 """Small generated cohorts on disk for the tests of training: feature files, a table, a YAML."""
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 from factories import Slide, make_slide, write_trident
 
 from gated_srp.config import CohortConfig, load_config
+from gated_srp.data.loader import SlideBag
+from gated_srp.errors import Interrupted
+from gated_srp.training.callbacks import RunCallbacks
+from gated_srp.training.train import train
 
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2, "num_landmarks": 4, "hidden_dim": 4}
 WIDTH = 8
@@ -49,6 +56,24 @@ def write_yaml(folder: Path, **settings: object) -> Path:
     path = folder / "cohort.yaml"
     path.write_text(yaml.safe_dump(plain))
     return path
+
+
+def train_interrupted(config: CohortConfig, arm: str, *, after: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A run of seed 42 that a signal ends at so many bags; gives the bags that were seen."""
+    seen: list[str] = []
+    bag = RunCallbacks.bag
+
+    def signalled(self: RunCallbacks, one: SlideBag) -> None:
+        seen.append(one.slide)
+        if len(seen) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+        bag(self, one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCallbacks, "bag", signalled)
+        with pytest.raises(Interrupted):
+            train(config, arm=arm, seed=42)
+    return seen
 
 
 def open_config(path: Path, **overrides: object) -> CohortConfig:

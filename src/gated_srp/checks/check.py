@@ -20,7 +20,7 @@ from gated_srp.data.files.stride import unnamed_source
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
-from gated_srp.errors import Note, UserError, joined
+from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import as_stored, write_whole
 from gated_srp.machine import Machine, run_seconds, this_machine
 from gated_srp.models import ARMS, arm_settings
@@ -167,6 +167,7 @@ def _check_cohort(
         summary["labels"] = _about_labels(data.table)
         summary["split"] = _about_splits(data, splits)
         trouble += _of_gates(data, splits)
+        trouble += _of_patients(data, splits, summary)
         if summary["patches"]["total"]:
             cost = _about_cost(data, facts, splits, machine or this_machine())
             trouble += _of_cost(cost) if cost else ()
@@ -295,7 +296,11 @@ def _about_cost(
     good = {file.path: min(file.patches, config.cap or file.patches) for file in facts if file.usable}
     width = Counter(file.width for file in facts if file.usable).most_common(1)[0][0]
     frame = data.with_parts(next(iter(splits.values())))
-    slides = {part: [good[path] for path in frame.loc[frame["part"] == part, "file"] if path in good] for part in PARTS}
+    bags = frame.assign(size=frame["file"].map(good)).dropna(subset="size")
+    if config.bag == "patient":
+        bags = bags.groupby("case", as_index=False).agg({"part": "first", "size": "sum"})
+    bags["size"] = bags["size"].clip(upper=config.cap).astype(int)
+    slides = {part: bags.loc[bags["part"] == part, "size"].tolist() for part in PARTS}
     trunks = [config.trunk(arm_settings(name)[0], width) for name in config.arms]
     how = {"epochs": config.train.epochs, "at_once": config.at_once}
     seconds = [run_seconds(trunk, slides, rate=machine.rate, **how) for trunk in trunks]
@@ -303,7 +308,7 @@ def _about_cost(
         "machine": asdict(machine),
         "epochs": config.train.epochs,
         "run_seconds": max(seconds),
-        "run_bytes": max(trunk.memory(max(good.values()) * config.at_once) for trunk in trunks),
+        "run_bytes": max(trunk.memory(max([*bags["size"], 1]) * config.at_once) for trunk in trunks),
         "at_once": config.at_once,
         "runs": len(trunks) * len(splits),
         "comparison_seconds": sum(seconds) * len(splits),
@@ -314,16 +319,33 @@ def _of_gates(data: CohortData, splits: dict[str, Split]) -> Iterator[Note]:
     """How far the gates of the cohort's own arm can move, in the first split."""
     config = data.config
     if splits and config.main_arm in ARMS:
-        bags = int((data.with_parts(next(iter(splits.values())))["part"] == "train").sum())
+        frame = data.with_parts(next(iter(splits.values())))
+        bags = int(frame.loc[frame["part"] == "train", config.unit].nunique())
         if bags and (reach := gate_reach(config, bags, config.main_arm)):
             yield reach.note(config.main_arm)
+
+
+def _of_patients(data: CohortData, splits: dict[str, Split], summary: dict[str, Any]) -> Iterator[Note]:
+    """Where bags are patients: how many slides they have, and why some cannot be one."""
+    if data.config.bag != "patient" or not splits:
+        return
+    from gated_srp.data.patients import patient_table
+
+    try:
+        counts = patient_table(data.table, data.with_parts(next(iter(splits.values()))), where="table")["slides"]
+    except UserError as error:
+        yield found_by.of_error(error, error.kind or "patients")
+        return
+    summary["bags"] = {"patients": len(counts), "fewest": int(counts.min()), "most": int(counts.max())}
+    said = f"a bag is a patient: {counted(len(counts), 'patient')} with {counts.min()} to {counts.max()} slides"
+    yield Note("note", "bags", said)
 
 
 def _of_cost(cost: dict[str, Any]) -> Iterator[Note]:
     need, have = cost["run_bytes"], cost["machine"]["memory"]
     if need > _FULL * have:
         images = cost["at_once"] > 1
-        which = f"a batch of {cost['at_once']} images" if images else "the largest slide"
+        which = f"a batch of {cost['at_once']} images" if images else "the largest bag"
         what = f"{which} needs about {need / 1e9:.1f} GB to train on; {cost['machine']['name']} has {have / 1e9:.1f}"
         batch = "Lower train.batch_size and raise train.accumulation as much: the same updates"
         cure = f"{batch if images else 'Set `cap`'}; or train.checkpointing: true, or a larger machine."

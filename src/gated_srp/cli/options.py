@@ -13,6 +13,9 @@ Change = Annotated[list[str] | None, Option("--set", help="A setting, e.g. --set
 Repeats = Annotated[int, Option(min=1, help="How often patients are resampled.")]
 Stride = Annotated[float | None, Option(help="Distance between patches, where the file's is wrong.")]
 Coords = Annotated[Path | None, Option(help="Folder of the positions, where it is not beside the features.")]
+Whose = Annotated[
+    Path | None, Option(help="A spreadsheet of slides and patients, or a cohort's YAML: whose slides these are.")
+]
 Force = Annotated[
     bool,
     Option("--force", help="Go on with another stride, or an encoder's name that we do not know, than in training."),

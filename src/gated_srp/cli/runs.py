@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Change, Cohort, Coords, Force, Out, Repeats, Run, Stride
+from gated_srp.cli.options import Change, Cohort, Coords, Force, Out, Repeats, Run, Stride, Whose
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import Interrupted, Note, UserError, counted
 
@@ -69,9 +69,7 @@ def predict(
     features_key: Annotated[str | None, Option(help="Name of the feature array, where it is unusual.")] = None,
     coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
     coords: Coords = None,
-    table: Annotated[
-        Path | None, Option(help="A spreadsheet of slides and patients, or a cohort's YAML: whose slides these are.")
-    ] = None,
+    table: Whose = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -102,7 +100,8 @@ def predict(
     if len(far) > 10:
         LOG.warning("... and %d more; see the column unlike_training", len(far) - 10)
     by = "1 run" if len(runs) == 1 else f"the mean of {len(runs)} runs"
-    say(f"{counted(len(rows), 'slide')} predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
+    what = "patient" if trained[0].patients else "slide"
+    say(f"{counted(len(rows), what)} predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
     for line in found.summary():
         say(line)
     say_written(found.write(output))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Coords, Force, Magnification, Run, Size, Stride
+from gated_srp.cli.options import Coords, Force, Magnification, Run, Size, Stride, Whose
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import UserError
 
@@ -99,6 +99,7 @@ def heatmap(
         list[str] | None, Option(help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
     ] = None,
     coords: Coords = None,
+    table: Whose = None,
     stride: Stride = None,
     force: Force = False,
     output: Annotated[Path, Option("--out", "-o", help="Folder of the pictures.")] = Path("heatmap"),
@@ -121,6 +122,7 @@ def heatmap(
             wsi=wsi,
             export=export or (),
             coords=coords,
+            table=table,
             stride=stride,
             force=force,
             out=output,
@@ -144,6 +146,7 @@ def explain(
     size: Size = None,
     magnification: Magnification = 20.0,
     mpp: Annotated[float | None, Option(help="Microns per pixel, where the slide does not say.")] = None,
+    table: Whose = None,
     force: Force = False,
 ) -> None:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
@@ -159,6 +162,7 @@ def explain(
             size=size,
             magnification=magnification,
             mpp=mpp,
+            table=table,
             force=force,
             progress=progress,
         )

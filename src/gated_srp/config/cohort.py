@@ -4,7 +4,6 @@ data = open_cohort(load_config("cohort.yaml"))
 slides = data.slides(seed=42)                     # one row per slide: slide, case, label(s), file, part
 """
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -169,6 +168,7 @@ class CohortConfig(_Section):
     site: str | None = None
     metric: str
     exclude: Annotated[Path | tuple[str, ...] | None, BeforeValidator(_listed_or_named)] = None
+    bag: Literal["slide", "patient"] = "slide"
     score: Literal["slide", "case"]
     select: SelectConfig = SelectConfig()
     stride: float | None = Field(default=None, gt=0)
@@ -200,6 +200,11 @@ class CohortConfig(_Section):
             raise ValueError("labels (a preset's public files) and table (your own) are both set; keep one")
         if self.slides and not self.table:
             raise ValueError("slides is joined to a patient table; name that with table")
+        if self.bag == "patient" and (self.images or self.score == "slide"):
+            other = "images" if self.images else "score: slide"
+            raise ValueError(
+                f"bag: patient joins the slides of a patient, so it has no use with {other}; leave one out"
+            )
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
         if self.images:
@@ -222,6 +227,11 @@ class CohortConfig(_Section):
         """What is trained unless another arm is named: the first Gated SRP among the arms, else the first of them."""
         names = [arm_settings(name)[0] for name in self.arms]
         return next((arm for arm in names if arm in ARMS and ARMS[arm].method), names[0])
+
+    @property
+    def unit(self) -> str:
+        """The column of a cohort's slides that tells bags apart."""
+        return "case" if self.bag == "patient" else "slide"
 
     @property
     def at_once(self) -> int:
@@ -338,10 +348,7 @@ def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> Cohort
         what = f"none of {len(table.frame)} slides has a file of its name: {example}"
         cure = f"Check `slide` and `{'images' if config.images else 'features'}`."
         raise UserError(what, cure=cure, kind="matching")
-    data = CohortData(config, table, matches, notes)
-    for note in data.notes:
-        logging.getLogger(__name__).debug("%s: %s", config.name, note)
-    return data
+    return CohortData(config, table, matches, notes)
 
 
 def find_files(config: CohortConfig) -> FoundFiles:

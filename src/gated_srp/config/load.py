@@ -122,6 +122,8 @@ def _complete(values: dict[str, Any], settings: Settings) -> None:
         values["cohort"] = preset.name
     if isinstance(values.get("encoder"), str):
         values["encoder"] = canonical(values["encoder"])
+    if values.get("bag") == "patient":
+        values.setdefault("score", "case")
     if preset:
         for key in ("name", "metric", "score", "cap", "seeds"):
             values.setdefault(key, getattr(preset, key))

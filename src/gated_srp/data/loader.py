@@ -8,7 +8,7 @@ with BagLoader(slides, workers=1) as loader:
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,6 +25,7 @@ from gated_srp.streams import stream
 _SHARED = Path("/dev/shm")  # where the bags of worker processes pass through on Linux
 _ROOM = 2**31  # bytes of it that let a few large bags pass
 Variation = tuple[int, int]  # seed and epoch of a training run
+Cached = tuple[Path, Preparation]  # what an entry of the cache is made from
 
 if TYPE_CHECKING:
     from gated_srp.data.cache import BagCache
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SlideBag(PreparedBag):
-    """A prepared bag with its slide, patient and target."""
+    """A prepared bag with its slide, patient and target. Of a patient's slides together ``slide`` is the patient."""
 
     index: int  # in the dataset
     slide: str
     case: str
     target: Tensor | None
+    parts: tuple[
+        tuple[str, Path, int], ...
+    ] = ()  # of a patient: slide, file and rows of each, in the order of the rows
 
 
 def together(bags: Sequence[SlideBag]) -> tuple[Tensor, PatchGraph]:
@@ -68,6 +72,24 @@ class SlideDataset(Dataset[SlideBag]):
         self.settings = settings
         self.targets = targets
         self.cache = cache
+        self.caps: dict[int, int] = {}  # of slides that share the cap of a patient's bag
+
+    @property
+    def members(self) -> "SlideDataset":
+        """The dataset of single slides: itself, unless bags are patients."""
+        return self
+
+    def member_rows(self, rows: Sequence[int]) -> list[int]:
+        """Rows of `members` that these bags are made of."""
+        return list(rows)
+
+    def cached(self, index: int) -> list[Cached]:
+        """Files and settings of the cache entries of a bag."""
+        return [(self.files[index], self.settings_of(index))]
+
+    def settings_of(self, index: int) -> Preparation:
+        """How a slide is prepared."""
+        return replace(self.settings, cap=self.caps[index]) if index in self.caps else self.settings
 
     def __len__(self) -> int:
         return len(self.files)
@@ -81,8 +103,9 @@ class SlideDataset(Dataset[SlideBag]):
         if variation is not None and self.settings.images is not None:
             seed, epoch = variation
             draws = stream(seed, f"augment/{epoch}/{slide}")
+        settings = self.settings_of(index)
         try:
-            bag = self.cache.read(file, self.settings) if self.cache else prepare(file, self.settings, draws)
+            bag = self.cache.read(file, settings) if self.cache else prepare(file, settings, draws)
         except UserError as error:  # with the slide's name, which need not be in the file's
             raise error.changed(where=f"{error.where or file} (slide {slide!r})") from None
         except MemoryError as error:
@@ -141,8 +164,8 @@ class BagLoader:
             if isinstance(found, UserError):
                 raise found
             if isinstance(found, int) and self.dataset.cache is not None:  # a worker has just checked its entry
-                entry = self.dataset.cache.entry(self.dataset.files[found], self.dataset.settings)
-                self.dataset.cache.sound.add(entry)
+                for file, settings in self.dataset.cached(found):
+                    self.dataset.cache.sound.add(self.dataset.cache.entry(file, settings))
                 found = self.dataset[found]
             yield found
 
@@ -166,7 +189,7 @@ class _Work(Dataset[Any]):
         cache = self.dataset.cache
         try:
             bag = self.dataset.varied(index, variation)
-            if self.hand_over and cache and cache.touch(self.dataset.files[index], self.dataset.settings):
+            if self.hand_over and cache and all(cache.touch(*one) for one in self.dataset.cached(index)):
                 return index
             return bag
         except UserError as error:  # torch would bury the message in a traceback

@@ -2,7 +2,7 @@
 
 import base64
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from io import BytesIO
@@ -17,10 +17,11 @@ from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
 from gated_srp.progress import Progress, silent
 from gated_srp.reports.draw import is_quiet
-from gated_srp.reports.heatmap import draw_slide
+from gated_srp.reports.heatmap import draw_slide, patients_slides
 from gated_srp.reports.maps import SlideView, view_slide
 from gated_srp.slides.extract import extract
 from gated_srp.training.predict import predict
+from gated_srp.training.trained import TrainedRun
 
 _CARD = ("cohort", "arm", "seed", "task", "classes", "encoder", "best_epoch", "split_hash", "temperature")
 _WIDEST = 1400  # pixels of a picture on the page
@@ -73,6 +74,7 @@ def explain(
     size: int | None = None,
     magnification: float = 20.0,
     mpp: float | None = None,
+    table: str | Path | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> Explanation:
@@ -87,6 +89,7 @@ def explain(
         size: pixels of a patch; the encoder's own if not set.
         magnification: of the patches.
         mpp: microns per pixel, where the slide does not say.
+        table: whose slides these are, as in `heatmap`; for a run whose bags are patients, of which feature files are explained.
         force: as in `predict`: go on with another stride, or an encoder's name that we do not know, than in training.
         progress: called with the stage ``patches`` while features are extracted.
 
@@ -99,7 +102,10 @@ def explain(
     """
     run, slide, out = Path(run), Path(slide), Path(out)
     if slide.suffix.lower() in CONTAINERS:
-        return explain_file(run, slide, out, force=force)
+        return explain_file(run, slide, out, table=table, force=force)
+    if TrainedRun.open(run).patients:
+        cure = "Make feature files of all of them with `gated-srp extract`, then explain one of these, with --table."
+        raise UserError("the model sees all slides of a patient at once", where=slide, cure=cure)
     options: dict[str, Any] = {"encoder": encoder, "weights": weights, "size": size, "magnification": magnification}
     file, notes = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
     found = explain_file(run, file, out, image=slide, force=force)
@@ -128,12 +134,16 @@ def features_of_slide(
     return outcome.folder / f"{slide.stem}.h5", tuple(outcome.notes)
 
 
-def explain_file(run: Path, file: Path, out: Path, *, image: Path | None = None, force: bool = False) -> Explanation:
+def explain_file(
+    run: Path, file: Path, out: Path, *, image: Path | None = None, table: str | Path | None = None, force: bool = False
+) -> Explanation:
     """As `explain`, of a feature file; ``image``: the slide image, if it is not the one that the file names."""
     from jinja2 import Environment, PackageLoader
 
-    view = view_slide(run, file, force=force)
-    prediction = predict_in_words(run, file, force=force)
+    others = patients_slides(TrainedRun.open(run), file, [file], table)
+    beside = None if others is None else others.get(file)
+    view = view_slide(run, file, beside=beside, force=force)
+    prediction = predict_in_words(run, file, beside=beside or (), table=table, force=force)
     sections, written = _sections(view, file, out, image)
     page = Environment(loader=PackageLoader("gated_srp.reports"), autoescape=True).get_template("explain.html.j2")
     content = page.render(
@@ -158,10 +168,12 @@ def _encoder_of(run: Path) -> str:
     return str(name)
 
 
-def predict_in_words(run: Path, file: Path, *, force: bool = False) -> Prediction:
-    """A model without a task gives a reason instead of a prediction."""
+def predict_in_words(
+    run: Path, file: Path, *, beside: Sequence[Path] = (), table: str | Path | None = None, force: bool = False
+) -> Prediction:
+    """Of a slide, or of a patient with more slides ``beside``; a model without a task gives a reason instead of a prediction."""
     try:
-        found = predict(run, [file], workers=0, force=force)
+        found = predict(run, [file, *beside], table=table, workers=0, force=force)
     except UserError as error:
         return Prediction({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]

@@ -22,6 +22,8 @@ from gated_srp.reports.export import WRITERS
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, read_scores, view_slide
 from gated_srp.reports.pictures import GridRow, Overlay, contact_sheet, draw_grid, draw_maps, extremes, numbered
 from gated_srp.slides.reader import ENDINGS
+from gated_srp.training.predict import files_for, slides_beside
+from gated_srp.training.trained import TrainedRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,7 @@ def heatmap(
     wsi: str | Path | None = None,
     export: Sequence[str] = (),
     coords: str | Path | None = None,
+    table: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     out: str | Path = "heatmap",
@@ -95,6 +98,7 @@ def heatmap(
         wsi: the slide image, or the folder with the images; a path that a feature file names is opened only there.
         export: also write geojson (QuPath), csv, parquet or h5.
         coords: the folder of the positions, where it is not beside the features.
+        table: as in `predict`; a run whose bags are patients finds a slide's others by it, in the folder of the feature file.
         stride: distance between patches, where the file's is wrong.
         force: as in `predict`: draw files with another stride, or an encoder's name that we do not know, than in training.
         out: folder of the pictures.
@@ -126,12 +130,17 @@ def heatmap(
         raise UserError(
             f"one image for the {len(files)} slides of {features}", where=where, cure="Name one feature file."
         )
+    others = [patients_slides(TrainedRun.open(run), Path(features), files, table) for run in paths]
     drawn: list[SlideHeatmap] = []
     left_out: list[Note] = []
     warnings: dict[Note, None] = {}
     for number, file in enumerate(files, 1):
         try:
-            views = [view_slide(run, file, reading=reading, layer=layer, gates=gates, force=force) for run in paths]
+            how: dict[str, Any] = {"reading": reading, "layer": layer, "gates": gates, "force": force}
+            views = [
+                view_slide(run, file, beside=None if own is None else own.get(file), **how)
+                for run, own in zip(paths, others, strict=True)
+            ]
             drawn.append(draw_slide(views, file, Path(out), **shown))
             warnings |= {note: None for view in views for note in view.warnings}
         except UserError as error:
@@ -147,6 +156,16 @@ def heatmap(
         title = f"{drawn[0].maps[-1].title.splitlines()[0]}: slides beside methods"
         draw_grid([one.row for one in drawn], together, title=title, **settings)
     return Heatmaps(tuple(drawn), tuple(left_out), tuple(warnings), together)
+
+
+def patients_slides(
+    run: TrainedRun, features: Path, files: Sequence[Path], table: str | Path | None
+) -> dict[Path, list[Path]] | None:
+    """For a model whose bags are patients the other slides of each file's patient, of one file those in its folder; else None."""
+    if not run.patients:
+        return None
+    pool = files if features.is_dir() else files_for(run, features.parent)
+    return slides_beside(run, list(dict.fromkeys([*files, *pool])), table)
 
 
 def feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:

@@ -94,6 +94,7 @@ def view_slide(
     run: Path,
     file: Path,
     *,
+    beside: Sequence[Path] | None = None,
     reading: Preparation = Preparation(),  # noqa: B008 - frozen
     layer: int | None = None,
     gates: str | None = None,
@@ -103,6 +104,7 @@ def view_slide(
 
     A file that does not fit the model is refused as `gated_srp.predict` does, and ``force`` means the same. ``reading``: how to
     read the file, where that is not plain.
+    ``beside``: the patient's other slides, for a model whose bags are patients; what is shown is then this slide's share of that bag.
     ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
     ``gates``: one of `GATES`, to which every gate is set instead of what it learned.
     """
@@ -113,9 +115,12 @@ def view_slide(
             where=run,
             cure="`gated_srp.trace` returns its attention and beta per patch, in Python.",
         )
-    bag = open_slide(trained, file, reading=reading, force=force)
+    bag = open_slide(trained, file, beside=beside, reading=reading, force=force)
     settings = trained.preparation(reading)
     header = open_header(file, settings)
+    own, which = _rows_of(bag, file)
+    if bag.parts and settings.cap:
+        settings = replace(settings, cap=own.stop - own.start)  # its share
     rows = kept_rows(header.coords, settings)
     patches = Patches.of(header, None if rows is None else rows.numpy())
     model: nn.Module = trained.load()
@@ -125,17 +130,17 @@ def view_slide(
     mapped = (layer or len(traced)) - 1
     gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
     with nullcontext() if gates is None else _set_to(gates, model, gated, run):
-        logits, layers = _trace(model, bag, mapped)
-    ungated = partial(_trace_ungated, model, bag, mapped) if gated else None
+        logits, layers = _trace(model, bag, mapped, own)
+    ungated = partial(_trace_ungated, model, bag, mapped, own) if gated else None
     signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
     limits = tuple(m.correction.coefficient.largest if isinstance(m.correction, GatedSRP) else 0.0 for m in traced)
     arm = str(trained.card["settings"].get("arm", "model"))
     label = f"{arm}, {model_file(run).resolve().parent.name}"
     label += f", gates set to {gates}" if gates else ""
-    homogeneity = bag.graph.homogeneity.numpy()
+    homogeneity = bag.graph.homogeneity.numpy()[own]
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
     warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
-    answer = _answer(trained, logits)
+    answer = _answer(trained, logits) + which
     return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings, answer, arm)
 
 
@@ -156,15 +161,26 @@ def _answer(run: TrainedRun, logits: Tensor) -> str:
     return f"{name.replace('_', ' ')} {value if isinstance(value, str) else format(value, '.3g')}"
 
 
-def _trace(model: nn.Module, bag: SlideBag, mapped: int) -> tuple[Tensor, Sequence[LayerTrace]]:
+def _rows_of(bag: SlideBag, file: Path) -> tuple[slice, str]:
+    """The rows of one slide in a patient's bag, and which of its slides that is, in words; all rows of a slide's own bag."""
+    start = 0
+    for number, (_, path, rows) in enumerate(bag.parts, 1):
+        if path == file:
+            return slice(start, start + rows), f" (patient; slide {number} of {len(bag.parts)})"
+        start += rows
+    return slice(0, len(bag.features)), ""
+
+
+def _trace(model: nn.Module, bag: SlideBag, mapped: int, own: slice) -> tuple[Tensor, Sequence[LayerTrace]]:
     with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
         logits = model(bag.features[None], bag.graph)
-    return logits, seen
+    found = ((layer.beta, layer.correction, layer.cls_attention) for layer in seen)  # (H, N) each
+    return logits, [LayerTrace(*(None if one is None else one[..., own] for one in parts)) for parts in found]
 
 
-def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int) -> Sequence[LayerTrace]:
+def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int, own: slice) -> Sequence[LayerTrace]:
     with set_gates(model, 0.0):
-        return _trace(model, bag, mapped)[1]
+        return _trace(model, bag, mapped, own)[1]
 
 
 # Maps of a view -------------------------------------------------------------------------------------------------------

@@ -74,22 +74,42 @@ class PatchGraph:
     @classmethod
     def batch(cls, graphs: Sequence["PatchGraph"]) -> Self:
         """Several graphs of patches as one: each bag is filled up with rows without neighbours to the longest."""
+        cls._check_alike(graphs)
+        rows = max(g.num_rows for g in graphs)
+        return cls._in_line(
+            [g.with_isolated(after=rows - g.num_rows) for g in graphs], tuple(g.lengths[0] for g in graphs)
+        )
+
+    @classmethod
+    def side_by_side(cls, graphs: Sequence["PatchGraph"]) -> Self:
+        """Several graphs of patches as one bag: their rows one after the other, no neighbours across graphs.
+
+        >>> PatchGraph.side_by_side([PatchGraph.from_grid(1, 2), PatchGraph.from_grid(1, 3)]).neighbours.tolist()
+        [1, 0, 3, 2, 4, 3]
+        """
+        cls._check_alike(graphs)
+        return cls._in_line(graphs, (sum(g.num_rows for g in graphs),))
+
+    @classmethod
+    def _in_line(cls, graphs: Sequence["PatchGraph"], lengths: tuple[int, ...]) -> Self:
+        rows = [sum(g.num_rows for g in graphs[:i]) for i in range(len(graphs))]
+        starts = [sum(len(g.neighbours) for g in graphs[:i]) for i in range(len(graphs))]
+        return cls(
+            torch.cat([g.neighbours + r for g, r in zip(graphs, rows, strict=True)]),
+            torch.cat([graphs[0].offsets[:1], *(g.offsets[1:] + s for g, s in zip(graphs, starts, strict=True))]),
+            torch.cat([g.homogeneity for g in graphs]),
+            graphs[0].window,
+            lengths,
+        )
+
+    @staticmethod
+    def _check_alike(graphs: Sequence["PatchGraph"]) -> None:
         if any(g.before or len(g.lengths) != 1 or g.num_rows != g.lengths[0] for g in graphs) or not graphs:
             what = "PatchGraph.batch: expected one or more graphs of patches alone (from from_coords or from_grid)."
             raise UserError(what)
         if len({g.window for g in graphs}) != 1:
             what = f"PatchGraph.batch: windows differ ({sorted({g.window for g in graphs})}); build all graphs with one window."
             raise UserError(what)
-        rows = max(g.num_rows for g in graphs)
-        full = [g.with_isolated(after=rows - g.num_rows) for g in graphs]
-        starts = [sum(len(g.neighbours) for g in full[:i]) for i in range(len(full))]
-        return cls(
-            torch.cat([g.neighbours + i * rows for i, g in enumerate(full)]),
-            torch.cat([full[0].offsets[:1], *(g.offsets[1:] + s for g, s in zip(full, starts, strict=True))]),
-            torch.cat([g.homogeneity for g in full]),
-            graphs[0].window,
-            tuple(g.lengths[0] for g in graphs),
-        )
 
     @property
     def num_rows(self) -> int:

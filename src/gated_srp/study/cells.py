@@ -248,7 +248,8 @@ def short_gates(cells: Sequence[Cell], data: CohortData) -> tuple[Note, ...]:
     found: dict[str, Note] = {}
     for cell in cells:
         if cell.row not in found:
-            bags = int((data.slides(cell.seed, cell.fold)["part"] == "train").sum())
+            frame = data.slides(cell.seed, cell.fold)
+            bags = int(frame.loc[frame["part"] == "train", cell.config.unit].nunique())
             reach = gate_reach(cell.config, bags, cell.arm) if bags else None
             if reach and reach.short:
                 found[cell.row] = reach.note(cell.row)

@@ -149,7 +149,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
 
 
 def _look_at(data: CohortData, cell: Cell) -> tuple[int, int, int, dict[str, int]]:
-    """Channels, patches of a typical and of the largest slide, and slides by part."""
+    """Channels, patches of a typical and of the largest bag, and bags by part."""
     frame = data.slides(cell.seed, cell.fold)
     settings = preparation(data.config)
     sizes, width = [], 1
@@ -159,9 +159,13 @@ def _look_at(data: CohortData, cell: Cell) -> tuple[int, int, int, dict[str, int
         except BagError:  # the run itself says which file and why
             continue
         sizes.append(min(rows, data.config.cap or rows))
-    counts = frame["part"].value_counts()
+    bags = frame.drop_duplicates(data.config.unit)
+    each = frame[data.config.unit].value_counts()  # slides of a bag
+    counts = bags["part"].value_counts()
     sizes = sizes or [1]
-    return width, sum(sizes) // len(sizes), max(sizes), {part: int(counts.get(part, 0)) for part in PARTS}
+    typical, largest = sum(sizes) * len(frame) // (len(sizes) * len(bags)), max(sizes) * int(each.max())
+    cap = data.config.cap or largest
+    return width, min(typical, cap), min(largest, cap), {part: int(counts.get(part, 0)) for part in PARTS}
 
 
 @dataclass

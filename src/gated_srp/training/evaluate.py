@@ -24,7 +24,7 @@ from gated_srp.records import csv_text
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Findings, Level
 from gated_srp.training.folder import defined
-from gated_srp.training.predict import run_models
+from gated_srp.training.predict import run_models, seen_by
 from gated_srp.training.seen import compare_with_training
 from gated_srp.training.trained import TrainedRun
 
@@ -65,7 +65,7 @@ class Evaluation:
             "trained": about,
             "cohort": self.cohort,
             "score": self.score,
-            "slides": len(self.slides),
+            "slides": int(self.cases["slides"].sum()),
             "patients": self.patients,
             "skipped": len(self.skipped),
             "unlike_training": int(self.slides["unlike_training"].sum()),
@@ -85,7 +85,7 @@ class Evaluation:
         folder = Path(folder)
         tables = {
             "metrics": self.metrics,
-            "predictions_slide": self.slides,
+            **({} if self.run.patients else {"predictions_slide": self.slides}),
             "predictions_case": self.cases,
             "skipped": self.skipped,
         }
@@ -143,6 +143,14 @@ def evaluate(
     slides, notes = trained.task.matched(frame, data.table.classes, where=config.name)
     notes += _overlap(trained, slides, where=config.name, allowed=allow_overlap)
     level: Level = score or trained.card.get("score", "slide")
+    units = slides
+    if trained.patients:
+        from gated_srp.data.patients import as_patients, refuse_torn  # not above: rarely so
+
+        if score == "slide":
+            raise UserError("the model's bags are patients, so slides have no score", where="--score slide")
+        refuse_torn(slides, trained.task.truth, where=config.name)
+        units = as_patients(slides)
     found = run_models(
         [trained],
         slides,
@@ -152,15 +160,17 @@ def evaluate(
         workers=config.train.workers,
         progress=progress,
     )
-    kept = slides.set_index("slide").loc[found.slides["slide"]].reset_index()
+    kept = units.set_index("slide").loc[found.slides["slide"]].reset_index()
     logits = found.logits[0].double()
     columns = {**trained.task.answers(kept), **trained.task.predict(logits)}
     columns |= trained.calibrated(logits) if trained.temperature != 1.0 else {}
     predicted = found.slides[["slide", "case"]].assign(
         **columns, **{name: found.slides[name] for name in ("training_distance", "unlike_training")}
     )
-    predicted["seen_in_training"] = compare_with_training([trained.seen], found.slides)[0]
+    predicted["seen_in_training"] = seen_by([trained], slides, found.slides)[0]
     cases = _by_case(trained.task, predicted, needed=level == "case")
+    if trained.patients:
+        cases["slides"] = kept["slides"]
     scored = predicted if level == "slide" else cases
     metrics = bootstrap(scored, trained.task.metrics, repeats=repeats, seed=seed)
     findings = trained.task.examine(cases, trained.card)

@@ -51,7 +51,11 @@ HISTORY = ("epoch", "split", "metric", "value")
 _PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchmetrics", "torchsurv")
 # Settings that change where or how fast a run is computed, not what it computes.
 _FREE = {"out", "cache.folder", "train.workers", "train.log", "train.checkpointing"}
-_LATER: dict[str, Any] = {"train.gate_lr": 1.0, "select": {"ties": "first"}}  # what versions did that lacked a setting
+_LATER: dict[str, Any] = {
+    "train.gate_lr": 1.0,
+    "select": {"ties": "first"},
+    "bag": "slide",
+}  # what versions did that lacked a setting
 _TEXT = ("slide", "case", "label", "predicted")
 _OTHER = "Choose another `out`, or remove the folder."
 _RECORDS: dict[str, type[Record]] = {"environment.json": Environment, "metrics.json": Metrics}
@@ -300,6 +304,8 @@ def departures(settings: Mapping[str, Any], card: Mapping[str, Any] = MappingPro
     ['classes are weighted in the training loss (balanced): benign 0.6, tumour 3']
     """
     train, found = settings.get("train") or {}, []
+    if settings.get("bag") == "patient":
+        found.append("a bag is a patient: all slides side by side, sorted by name, without neighbours across slides")
     if asked := train.get("class_weights"):
         how = " (balanced)" if isinstance(asked, str) else ""
         weights = card.get("class_weights") or (asked if isinstance(asked, Mapping) else {})

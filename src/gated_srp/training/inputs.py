@@ -34,7 +34,10 @@ _FAR = 3.0  # times the farthest training slide is "unlike training"
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Slides that have a file and a part, in the table's order; row i of ``slides`` is bag i of ``bags``."""
+    """Slides that have a file and a part, in the table's order; row i of ``slides`` is bag i of ``bags``.
+
+    Where a bag is a patient, ``slides`` has one row per patient, under its id, and ``members`` one per slide.
+    """
 
     slides: pd.DataFrame  # slide, case, truth, file, part
     split: Split
@@ -43,11 +46,17 @@ class TrainingData:
     score: Level  # what selects and is reported: slides, or cases
     notes: tuple[Note, ...] = ()
     sampling: Tensor | None = None  # how likely each training bag is drawn, (training bags,); None: each is seen once
+    joined: pd.DataFrame | None = None  # the slides that bags of patients are made of
+
+    @property
+    def members(self) -> pd.DataFrame:
+        """One row per slide, whatever a bag is."""
+        return self.slides if self.joined is None else self.joined
 
     @property
     def hash(self) -> str:
         """Over who is in which part with which label: a run may only go on with what it began with."""
-        rows = self.slides[["slide", "case", *self.task.truth, "part"]].to_csv(index=False)
+        rows = self.members[["slide", "case", *self.task.truth, "part"]].to_csv(index=False)
         return hashlib.sha256(rows.encode()).hexdigest()
 
     def rows(self, part: str) -> list[int]:
@@ -70,7 +79,10 @@ class TrainingData:
         """One row per case. Where the slides of a case differ in their truth, the table has none."""
         if self.mixed_truth(slides):
             slides = slides.drop(columns=list(self.task.truth))
-        return self.task.by_case(slides)
+        cases = self.task.by_case(slides)
+        if self.joined is not None:
+            cases["slides"] = cases["case"].map(self.slides.set_index("case")["slides"])
+        return cases
 
     def mixed_truth(self, slides: pd.DataFrame) -> bool:
         """Whether some case's slides differ in their truth."""
@@ -84,13 +96,19 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     split = data.split(seed, fold)
     slides = data.with_parts(split)
     lacking = _check_parts(slides, split, data)
+    members = slides
+    if config.bag == "patient":
+        from gated_srp.data.patients import patient_table  # not above: rarely asked for
+
+        slides = patient_table(data.table, members, where=config.name)
     training = slides[slides["part"] == "train"]
     task = data.table.kind.fit(training, data.table.classes, config.metric)
     task = task.with_loss(training, loss=config.train.loss, class_weights=config.train.class_weights)
-    bags = slide_dataset(config, slides, task.encode(slides))
+    bags = slide_dataset(config, members, task.encode(slides))
+    joined = None if slides is members else members
     notes = (*data.notes, *split.notes, *lacking)
     sampling = _sampling(task, training) if config.train.sampling else None
-    inputs = TrainingData(slides, split, task, bags, config.score, notes, sampling)
+    inputs = TrainingData(slides, split, task, bags, config.score, notes, sampling, joined)
     if config.score == "case" and inputs.mixed_truth(slides):
         truth = " or ".join(task.truth)
         raise UserError(
@@ -107,12 +125,19 @@ def _sampling(task: Task, training: pd.DataFrame) -> Tensor:
 
 
 def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
-    """The bags of these slides (as `CohortData.slides` gives them), with the settings and the cache of a cohort."""
+    """The bags of these slides (as `CohortData.slides` gives them), with the settings and the cache of a cohort.
+
+    Where a bag is a patient, ``targets`` are those of the patients.
+    """
     cache = None
     if config.cache.folder:
         from gated_srp.data.cache import BagCache
 
         cache = BagCache(config.cache.folder)
+    if config.bag == "patient":
+        from gated_srp.data.patients import PatientDataset
+
+        return PatientDataset(SlideDataset(slides, preparation(config), cache=cache), targets=targets)
     return SlideDataset(slides, preparation(config), targets=targets, cache=cache)
 
 
@@ -140,7 +165,7 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
     """Open the files of all parts, features aside: what a run would fail at after hours is refused before it begins."""
     headers: list[tuple[Path, int, str | None]] = []
     errors: list[tuple[int, UserError]] = []
-    files, settings = inputs.bags.files, inputs.bags.settings
+    files, settings, members = inputs.bags.members.files, inputs.bags.settings, inputs.members
     for row, file in enumerate(files):
         try:
             headers.append((file, *_header(file, identify(file, settings.coords), settings)))
@@ -148,7 +173,7 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
             errors.append((row, found))
         progress(Event("files", row + 1, len(files)))
     for row, error in errors:
-        where = f"{files[row]} (slide {inputs.slides['slide'][row]!r}, in {inputs.slides['part'][row]})"
+        where = f"{files[row]} (slide {members['slide'][row]!r}, in {members['part'][row]})"
         more = f"; {counted(len(errors) - 1, 'more file')} of {len(files)} cannot be used" if len(errors) > 1 else ""
         raise error.changed(
             what=f"{error.what}{more}",
@@ -181,9 +206,14 @@ def _header(file: Path, identity: str, settings: Preparation) -> tuple[int, str 
 
 def fingerprints(bags: SlideDataset, *, deep: bool = False) -> pd.DataFrame:
     """One row per slide for features.csv: bytes, time and sampled blocks of its files; with ``deep`` a hash of all of them."""
-    found = zip(bags.slides["slide"], bags.files, strict=True)
-    rows = [(slide, *_fingerprint(files_of(file, bags.settings.coords), deep=deep)) for slide, file in found]
-    return pd.DataFrame(rows, columns=["slide", "bytes", "modified", "blocks", "sha256"], dtype=str)
+    slides = bags.members
+    order = bags.member_rows(range(len(bags)))  # of patients: as their slides stand in the bags
+    found = [(slides.slides["slide"][row], slides.slides["case"][row], slides.files[row]) for row in order]
+    rows = [
+        (slide, case, *_fingerprint(files_of(file, bags.settings.coords), deep=deep)) for slide, case, file in found
+    ]
+    table = pd.DataFrame(rows, columns=["slide", "case", "bytes", "modified", "blocks", "sha256"], dtype=str)
+    return table.drop(columns="case") if slides is bags else table
 
 
 def changed_files(known: pd.DataFrame, bags: SlideDataset, *, deep: bool = False) -> list[tuple[str, Path]]:
@@ -191,6 +221,7 @@ def changed_files(known: pd.DataFrame, bags: SlideDataset, *, deep: bool = False
 
     Whole files are read where that was done before, and with ``deep`` or where the time has changed.
     """
+    bags = bags.members
     there, found = known.set_index("slide"), []
     for slide, file in zip(bags.slides["slide"], bags.files, strict=True):
         if slide not in there.index:

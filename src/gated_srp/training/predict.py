@@ -34,7 +34,7 @@ from gated_srp.training.inputs import slide_mean
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
 from gated_srp.training.seen import compare_with_training
-from gated_srp.training.trained import FittingDataset, TrainedRun, average, open_runs
+from gated_srp.training.trained import TrainedRun, average, fitting_bags, open_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gated_srp.data.cache import BagCache
 
 _AS_STORED = Preparation()
+_NAMED = ("slide", "case", "file")
 _MOST = 10  # kinds of warnings that are reported
 
 
@@ -53,6 +54,8 @@ class Predictions:
     and, where a temperature was fitted, ``calibrated_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs their mean, and
     ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the farthest of them) and
     ``unlike_training``; ``seen_in_training``: that the model was trained or validated on the slide, or on its patient.
+    Of a model whose bags are patients there is one row per patient: ``slide`` and ``file`` list them in their order, the distance is
+    that of the farthest slide.
     """
 
     table: pd.DataFrame
@@ -129,7 +132,12 @@ def predict(
     reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
     found = run_models(members, slides, reading=reading, force=force, workers=workers, progress=progress)
     about = found.slides
-    seen, notes = compare_with_training([run.seen for run in members], about)
+    seen, notes = seen_by(members, slides, about)
+    if members[0].patients:
+        names = (
+            slides.sort_values("slide").groupby("case")[["slide", "file"]].agg("; ".join)
+        )  # as they stand in the bag
+        about = about.assign(slide=about["case"].map(names["slide"]), file=about["case"].map(names["file"]))
     named, likeness = about[["slide", "case", "file", "patches"]], about[["training_distance", "unlike_training"]]
     answers = pd.concat([named, average(members, found.logits), likeness], axis=1).assign(seen_in_training=seen)
     cures = {
@@ -138,6 +146,36 @@ def predict(
     }
     said = tuple(replace(note, cure=cures.get(note.kind, "")) for note in notes)
     return Predictions(answers, found.skipped, (*found.notes, *said), tuple(members))
+
+
+def seen_by(
+    runs: Sequence[TrainedRun], slides: pd.DataFrame, predicted: pd.DataFrame
+) -> tuple[list[str], tuple[Note, ...]]:
+    """What the models have seen of each bag that was predicted, and notes; of a patient what is known of the first such slide."""
+    if not runs[0].patients:
+        return compare_with_training([run.seen for run in runs], predicted)
+    chosen = slides[slides["case"].isin(predicted["case"])]
+    words, notes = compare_with_training([run.seen for run in runs], chosen)
+    by_case: dict[str, str] = {}
+    for case, word in zip(chosen["case"], words, strict=True):
+        by_case[case] = by_case.get(case) or word
+    return [by_case[case] for case in predicted["case"]], notes
+
+
+def slides_beside(
+    run: TrainedRun, files: Sequence[Path], table: str | Path | None = None
+) -> dict[Path, list[Path]] | None:
+    """Of each file the other files of its patient, for a model whose bags are patients; None for other models.
+
+    ``table`` says whose slides they are, as in `predict`; without it TCGA barcodes do.
+    """
+    if not run.patients:
+        return None
+    slides = _named(files, table)
+    own: dict[str, list[Path]] = defaultdict(list)
+    for case, file in zip(slides["case"], files, strict=True):
+        own[case].append(file)
+    return {f: [o for o in own[c] if o != f] for c, f in zip(slides["case"], files, strict=True) if c}
 
 
 def _named(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFrame:
@@ -212,10 +250,16 @@ def run_models(
     groups: dict[Preparation, list[int]] = defaultdict(list)  # runs that see the same bags
     for number, run in enumerate(runs):
         groups[run.preparation(reading)].append(number)
+    datasets = [
+        fitting_bags(runs[numbers[0]], slides, reading, cache=cache, force=force) for numbers in groups.values()
+    ]
+    if runs[0].patients:
+        from gated_srp.data.patients import as_patients
+
+        slides = as_patients(slides)
     total, done = len(slides) * len(groups), 0
     collected = _Collected(slides)
-    for numbers in groups.values():
-        dataset = FittingDataset.fitting(runs[numbers[0]], slides, reading, cache=cache, force=force)
+    for numbers, dataset in zip(groups.values(), datasets, strict=True):
         models = {number: _Model(runs[number]) for number in numbers}
         rows = [row for row in range(len(slides)) if row not in collected.problems]
         with BagLoader(dataset, workers=workers) as loader:
@@ -275,14 +319,18 @@ class _Collected:
             for number, model in models.items():
                 self.logits[number, row] = model(bag)
         except UserError as error:
-            self.problems[row] = joined(error.what, cure=error.cure)  # the file and the slide stand beside it
+            whose = (
+                "" if self.slides.get("slides") is None else error.where
+            )  # else the file and the slide stand beside it
+            self.problems[row] = joined(error.what, whose, error.cure)
             return
-        mean = slide_mean(bag.features)[None]  # (1, C): a slide of its mean
+        sizes = [rows for _, _, rows in bag.parts] or [len(bag.features)]
+        means = [slide_mean(part)[None] for part in bag.features.split(sizes)]  # (1, C) each: a slide of its mean
         known = [model.known for model in models.values() if model.known is not None]
-        far = [one.distance(mean) / max(one.largest_distance, 1.0) for one in known]
+        far = [one.distance(mean) / max(one.largest_distance, 1.0) for one in known for mean in means]
         _, before, unlike = self.about.get(row, (0, np.nan, False))
         farthest = float(np.fmax.reduce([before, *far]))  # by the run that finds it farthest
-        self.about[row] = bag.num_patches, farthest, unlike or any(one.unlike(mean) for one in known)
+        self.about[row] = bag.num_patches, farthest, unlike or any(one.unlike(m) for one in known for m in means)
         for warning in bag.warnings:
             if warning.kind != "cap":  # which is as in training
                 self.warnings[warning.kind].append(replace(warning, where=(bag.slide,)))
@@ -296,7 +344,7 @@ class _Collected:
         columns = ["patches", "training_distance", "unlike_training"]
         about = pd.DataFrame([self.about[row] for row in rows], columns=columns)
         return Outputs(
-            self.slides.loc[rows, ["slide", "case", "file"]].reset_index(drop=True).join(about),
+            self.slides.loc[rows, [*_NAMED, *(set(self.slides) & {"slides"})]].reset_index(drop=True).join(about),
             [torch.stack([self.logits[number, row] for row in rows]) for number in range(len(runs))],
             skipped.reset_index(drop=True),
             (*_one_of_each_kind(self.warnings), *_limits(runs)),

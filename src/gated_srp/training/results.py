@@ -76,8 +76,11 @@ def read_results(training: Training, inputs: TrainingData, callbacks: RunCallbac
         remarks[part] = inputs.task.remarks(scored) if len(scored) else {}
         tables |= {(part, "slide"): slides, (part, "case"): cases}
         metrics[part] = {"slide": _metrics(inputs.task, slides), "case": _metrics(inputs.task, cases)}
+        if inputs.joined is not None:  # the bag of a patient says nothing of single slides
+            del tables[part, "slide"]
+            metrics[part]["slide"] = None
     facts = _training_facts(training, inputs, callbacks) | {"calibration_slides": few}
-    facts["seen"] = seen_card(inputs.slides, training.model.state_dict())
+    facts["seen"] = seen_card(inputs.members, training.model.state_dict())
     return Results(tables, metrics, temperature, facts, remarks, {"rule": training.ties, "epochs": tied})
 
 
@@ -134,7 +137,7 @@ def _metrics(task: Task, table: pd.DataFrame) -> dict[str, float] | None:
 def _training_facts(training: Training, inputs: TrainingData, callbacks: Callbacks) -> dict[str, Any]:
     """Feature statistics, strides and encoder of training slides, and what the task keeps of its predictions on them."""
     rows = inputs.rows("train")
-    facts = _look_at_features(training.loader, evenly(rows))
+    facts = _look_at_features(training.loader, rows)
     if inputs.task.judges_training:
         logits = _logits(training, rows, callbacks)
         facts |= inputs.task.training_facts(inputs.by_case(inputs.predictions(rows, logits)))
@@ -143,8 +146,9 @@ def _training_facts(training: Training, inputs: TrainingData, callbacks: Callbac
 
 def _look_at_features(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
     means: list[Tensor] = []
-    strides, encoders = set(), set()
-    for bag in loader.epoch(rows):
+    strides, encoders, slides = set(), set(), loader.dataset.members
+    chosen = evenly(loader.dataset.member_rows(rows))
+    for bag in loader.epoch(chosen) if slides is loader.dataset else map(slides.__getitem__, chosen):
         means.append(slide_mean(bag.features))
         um = open_header(bag.path, loader.dataset.settings).stride_um
         strides.add((float(bag.stride), bag.unit, um))

@@ -256,7 +256,7 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
         write_split(inputs.split, run.path / "split.csv")
         start = None if job.init is None else {"path": str(job.init.absolute()), "sha256": file_hash(job.init)}
         facts = environment(device=str(ranks.device), devices=job.devices, precision=ranks.precision, init=start)
-        run.write_json("environment.json", facts | {"slides_hash": inputs.hash, "slides": len(inputs.slides)})
+        run.write_json("environment.json", facts | {"slides_hash": inputs.hash, "slides": len(inputs.members)})
         run.write_csv("features.csv", fingerprints(inputs.bags, deep=job.deep))
         save_checkpoint(training.checkpoint(), run.state)  # from here on the run is begun
         count = sum(p.numel() for p in model.parameters())
@@ -306,6 +306,7 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         "split_hash": inputs.split.hash,
         "precision": precision,
         "gate_lr": job.config.train.gate_lr,
+        **({"bag": "patient", "bag_order": "slide name"} if inputs.joined is not None else {}),
         **({"sampling": job.config.train.sampling} if job.config.train.sampling else {}),
         "versions": versions(),
     }

@@ -90,6 +90,11 @@ class TrainedRun:
         return ImageGrid(**self.card["images"]) if "images" in self.card else None
 
     @property
+    def patients(self) -> bool:
+        """Whether its bags are patients: all slides of one at once."""
+        return bool(self.card.get("bag") == "patient")
+
+    @property
     def temperature(self) -> float:
         """By which logits are divided; 1 where the task does not calibrate, or validation could not determine one."""
         return float(self.card.get("temperature", 1.0)) if self.task.calibrates else 1.0
@@ -140,6 +145,7 @@ def open_runs(runs: Sequence[str | Path | TrainedRun]) -> list[TrainedRun]:
             ("classes", member.card.get("classes"), first.card.get("classes")),
             ("encoder", member.encoder, first.encoder),
             ("width of features", member.width, first.width),
+            ("bags of", "patients" if member.patients else "slides", "patients" if first.patients else "slides"),
         ):
             if mine != others:
                 raise UserError(
@@ -171,13 +177,19 @@ def average(runs: Sequence[TrainedRun], logits: Sequence[Tensor]) -> pd.DataFram
 
 
 def open_slide(
-    run: str | Path | TrainedRun, file: str | Path, *, reading: Preparation = _AS_STORED, force: bool = False
+    run: str | Path | TrainedRun,
+    file: str | Path,
+    *,
+    beside: Sequence[str | Path] | None = None,
+    reading: Preparation = _AS_STORED,
+    force: bool = False,
 ) -> SlideBag:
     """One feature file (or image) as a finished run sees it. Whatever uses a finished run on a slide goes through here.
 
     Args:
         run: a run's folder, its model file, or an open `TrainedRun`.
         file: the feature file.
+        beside: files of the patient's other slides, for a run whose bags are patients; empty where there are none.
         reading: how to read it where that is not plain: ``Preparation(stride=..., features_key=..., coords_key=...)``.
         force: another stride, or an encoder's name that we do not know, is a warning of the bag rather than an error.
 
@@ -186,12 +198,32 @@ def open_slide(
         settings. A file of another width or encoder, or with another stride, raises `UserError`.
     """
     name = slide_stem(file)
-    slides = pd.DataFrame({"slide": [name], "case": [name], "file": [str(file)]})
     trained = TrainedRun.open(run)
-    bag = FittingDataset.fitting(trained, slides, reading, cache=None, force=force)[0]
+    if trained.patients and beside is None:
+        cure = "Name the patient's other slides: `beside` in Python, a table of slides and patients with --table."
+        raise UserError(
+            "the model sees all slides of a patient at once", where=file, cure=cure, kind="patients_unknown"
+        )
+    files = [str(one) for one in (file, *(beside or ()))] if trained.patients else [str(file)]
+    slides = pd.DataFrame({"slide": list(map(slide_stem, files)), "case": name, "file": files})
+    bag = fitting_bags(trained, slides, reading, cache=None, force=force)[0]
     if not (word := trained.seen.of(name) if trained.seen else ""):
         return bag
     return replace(bag, warnings=(*bag.warnings, Note("warning", "seen_in_training", f"the model has seen it: {word}")))
+
+
+def fitting_bags(
+    run: TrainedRun, slides: pd.DataFrame, reading: Preparation, *, cache: BagCache | None, force: bool
+) -> SlideDataset:
+    """The bags that the run's model needs of these slides (columns slide, case, file): one per slide, or per patient."""
+    dataset = FittingDataset.fitting(run, slides, reading, cache=cache, force=force)
+    if not run.patients:
+        return dataset
+    from gated_srp.data.patients import PatientDataset, without_patients  # not above: rarely so
+
+    if note := without_patients(slides):
+        raise UserError(note.what, cure="Name a table of slides and patients with --table.", kind=note.kind)
+    return PatientDataset(dataset)
 
 
 class FittingDataset(SlideDataset):
