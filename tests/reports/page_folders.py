@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from reports.viewer_folders import CARD, CELLS, SIDE, features, run
 from study.study_cells import cells, finish
 
 from gated_srp.reports.tables import write_comparison
@@ -14,9 +15,9 @@ HOSTILE = "<script>alert(1)</script>"
 SCORES = {"na": (0.60, 0.62, 0.61), "gated_srp": (0.710, 0.731, 0.719), "xsa": (0.60, 0.64, 0.58)}
 
 
-def compared(home: Path, *, name: str = "toy") -> Path:
+def compared(home: Path, *, name: str = "toy", **settings: object) -> Path:
     """Three arms, three seeds, figures, a check, maps of two layers; one slide has a hostile name."""
-    planned = cells(home / "runs", tuple(SCORES), (42, 43, 44), name=name)
+    planned = cells(home / "runs", tuple(SCORES), (42, 43, 44), name=name, **settings)
     for cell in planned:
         value = SCORES[cell.arm][cell.seed - 42]
         gates = (0.1, 0.4) if cell.arm == "gated_srp" else ()
@@ -37,6 +38,24 @@ def compared(home: Path, *, name: str = "toy") -> Path:
     (home / "check.json").write_text(json.dumps(check()))
     for picture in ("attention_layer2", "beta_layer1", "beta_layer2", "homogeneity"):
         draw(home / "heatmaps" / f"s00_{picture}.png")
+    return home
+
+
+def with_maps(home: Path, *, slides: int = 8) -> Path:
+    """The same, with models and feature files of the first slides; the truth of the first one is known."""
+    (home / "features").mkdir(parents=True)
+    table = ["slide,case,label", *(f"s{i:02d},p{i},{'ab'[i % 2]}" for i in range(12))]
+    (home / "slides.csv").write_text("\n".join(table) + "\n")
+    for number in range(slides):
+        features(home / "features", f"s{number:02d}", draw=number)
+    named = {"features": [home / "features"], "table": home / "slides.csv", "target": "label"}
+    compared(home, **named)
+    for arm in ("na", "gated_srp"):
+        for seed in (42, 43, 44):
+            run(home / "runs" / "toy", arm, seed, CARD | {"classes": ["a", "b"]})
+    lines = [f"{x * SIDE},{y * SIDE},{int(place % 5 == 0)}" for place, (x, y) in enumerate(CELLS)]
+    (home / "truth").mkdir()
+    (home / "truth" / "s00.csv").write_text("x,y,true\n" + "\n".join(lines) + "\n")
     return home
 
 

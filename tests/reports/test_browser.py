@@ -7,7 +7,7 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from reports.page_folders import HOSTILE, compared  # noqa: E402
+from reports.page_folders import HOSTILE, with_maps  # noqa: E402
 
 from gated_srp import report  # noqa: E402
 
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; Debi
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    home = compared(tmp_path_factory.mktemp("browser"))
+    home = with_maps(tmp_path_factory.mktemp("browser"))
     report(home, out=home / "report.html")
+    report(home, out=home / "plain.html", maps=0)
     return home / "report.html"
 
 
@@ -151,7 +152,19 @@ def test_pages_of_paper_are_few_and_leave_out_what_only_a_screen_can_use(browser
     page.close()
 
 
-def test_a_slide_of_the_table_leads_to_its_maps(page):
+def test_a_slide_of_the_table_leads_to_its_maps_also_to_folded_ones(page):
+    assert not page.locator("#map7").is_visible()
+    page.locator("#slides a", has_text="s07").click()
+    assert page.url.endswith("#map7") and page.locator("#map7 img").count() == 3
+    page.wait_for_function("scrollY > 0 && Math.abs(document.querySelector('#map7').getBoundingClientRect().top) < 120")
+    assert page.locator("#map7 figcaption").all_inner_texts() == ["NA", "Gated SRP", "Gated SRP minus NA"]
+    page.locator("#slides a", has_text="s00").click()
+    assert page.locator("#map0 figcaption").first.inner_text() == "what is true"
+
+
+def test_a_map_of_another_kind_is_led_to_where_no_pair_was_drawn(browser, path):
+    page = browser.new_page()
+    page.goto((path.parent / "plain.html").as_uri())
     page.locator("#slides a[data-slide]", has_text="s00").first.click()
-    assert page.url.endswith("#maps")
-    assert page.locator("#gallery figure:visible").count() == 4
+    assert page.url.endswith("#maps") and page.locator("#gallery figure:visible").count() == 4
+    page.close()

@@ -21,9 +21,11 @@ def image(folder: Path) -> Path:
     return write_slide(folder / "s1.tif", pixels)
 
 
-def features(folder: Path, name: str = "s1", *, cells: np.ndarray = CELLS, side: int = SIDE, scan: bool = True) -> Path:
+def features(
+    folder: Path, name: str = "s1", *, cells: np.ndarray = CELLS, side: int = SIDE, scan: bool = True, draw: int = 3
+) -> Path:
     path = folder / f"{name}.h5"
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(draw)
     with h5py.File(path, "w") as file:
         file["features"] = rng.standard_normal((len(cells), 12)).astype(np.float32)
         file["coords"] = cells * side
@@ -33,12 +35,12 @@ def features(folder: Path, name: str = "s1", *, cells: np.ndarray = CELLS, side:
     return path
 
 
-def run(folder: Path, arm: str) -> Path:
+def run(folder: Path, arm: str, seed: int = 42, card: dict[str, object] = CARD) -> Path:
     model = build_model(arm, in_dim=12, num_outputs=2, dim=24, depth=3, num_heads=4, num_landmarks=4).eval()
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed - 41)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=1.0 if "correction" in name else 0.3, generator=draw)
-    home = folder / arm / "seed42"
-    home.mkdir(parents=True)
-    save_model(model, home / "model.safetensors", CARD)
+    home = folder / arm / f"seed{seed}"
+    home.mkdir(parents=True, exist_ok=True)
+    save_model(model, home / "model.safetensors", card)
     return home

@@ -246,9 +246,14 @@ def readers(
 def report(
     folder: Annotated[Path, Argument(help="A run, a comparison, a reproduction, or a folder above them.")],
     output: Annotated[Path, Option("--out", "-o", help="The page.")] = Path("report.html"),
+    maps: Annotated[
+        int | None, Option(min=0, help="Test slides whose maps are drawn; by default what half a minute allows.")
+    ] = None,
+    wsi: Annotated[Path | None, Option(help="The folder with the slide images, to draw the maps on tissue.")] = None,
+    truth: Annotated[Path | None, Option(help="A folder with SLIDE.csv: which patches are true; FOLDER/truth.")] = None,
 ) -> None:
-    """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce."""
+    """Write one self-contained page: the verdict in words, tables, figures, maps of test slides, how to reproduce."""
     import gated_srp
 
-    written = gated_srp.report(folder, out=output)
+    written = gated_srp.report(folder, out=output, maps=maps, wsi=wsi, truth=truth)
     say(f"written: {output} ({written.size / 1e6:.1f} MB, opens in any browser, loads nothing)")

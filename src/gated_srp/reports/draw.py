@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gated_srp.data.matching import slide_stem
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import as_stored
 from gated_srp.reports.maps import SHUT, Patches, PatchMap
 from gated_srp.slides.reader import ENDINGS, SlideImage, SlideInfo
@@ -276,6 +276,16 @@ def describe(one: PatchMap) -> str:
     if is_quiet(one):
         return f"nothing changes: at most {most} of the mean of the slide"
     return f"at most {most}, on average {mean} of the mean of the slide"
+
+
+def past_the_bar(scaled: Scaled) -> str:
+    """How many patches lie beyond the colours, to be added to `describe`; empty where none does.
+
+    >>> past_the_bar(linear(np.array([0.5, 1.5, 2.0]), 1.0, signed=False))
+    '; 2 patches lie beyond the colours'
+    """
+    past = round(sum(scaled.beyond) * int(np.isfinite(scaled.places).sum()))
+    return f"; {counted(past, 'patch')} {'lies' if past == 1 else 'lie'} beyond the colours" if past else ""
 
 
 def regime_shares(values: np.ndarray) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gated_srp.files import whole
-from gated_srp.models import METHOD, arm_title
+from gated_srp.models import METHOD, arm_title, is_gated
 from gated_srp.reports.tables import metric_name, short, tone_colour
 from gated_srp.study.cells import Cell
 from gated_srp.study.results import Comparison
@@ -132,13 +132,17 @@ def draw_pairs(results: pd.DataFrame, comparison: Comparison, stem: Path, *, mar
     if not keys:
         return []
     figure, axes = panels(2 * len(keys), width=4.0, most=2)
-    arms = [comparison.reference, *dict.fromkeys(cell.arm for cell in comparison.cohorts)]
+    arms = [comparison.reference, *_gated_first(dict.fromkeys(cell.arm for cell in comparison.cohorts))]
     for place, (cohort, metric) in enumerate(keys):
         part = results[(results["cohort"] == cohort) & (results["metric"] == metric)]
         name = f"{short(cohort)}, {metric_name(metric)}"
         _draw_dots(axes[2 * place], part.pivot(index="seed", columns="arm", values="value").reindex(columns=arms), name)
         _draw_forest(axes[2 * place + 1], comparison, cohort, metric)
     return save(figure, stem, mark=mark)
+
+
+def _gated_first(arms: Iterable[str]) -> list[str]:
+    return sorted(arms, key=lambda arm: not is_gated(arm))
 
 
 def _draw_dots(axis: Axes, wide: pd.DataFrame, name: str) -> None:
@@ -154,7 +158,8 @@ def _draw_dots(axis: Axes, wide: pd.DataFrame, name: str) -> None:
 
 
 def _draw_forest(axis: Axes, comparison: Comparison, cohort: str, metric: str) -> None:
-    cells = [cell for cell in comparison.cohorts if (cell.cohort, cell.metric) == (cohort, metric)]
+    by_arm = {cell.arm: cell for cell in comparison.cohorts if (cell.cohort, cell.metric) == (cohort, metric)}
+    cells = [by_arm[arm] for arm in _gated_first(by_arm)]
     axis.axvline(0, color="#000000", linewidth=0.8)
     for place, cell in enumerate(reversed(cells)):
         test, drawn = cell.test, cell.bootstrap

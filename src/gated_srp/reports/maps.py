@@ -240,6 +240,24 @@ def change(view: SlideView, layer: int | None, head: int | None) -> list[PatchMa
     return [PatchMap(name, title, _head(seen - before, head), signed=True, unit=unit)]
 
 
+def spread_over(one: PatchMap, rows: np.ndarray, count: int) -> PatchMap:
+    """A map of some rows as one of all ``count`` patches of the file; NaN where the model did not look."""
+    values = np.full(count, np.nan)
+    values[rows] = one.values
+    return replace(one, values=values)
+
+
+def difference(first: PatchMap, second: PatchMap, *, title: str) -> PatchMap:
+    """The second attention minus the first, each in multiples of its own mean on the slide: both over the same patches.
+
+    >>> one, two = (PatchMap("attention", "", np.array(values)) for values in ([1.0, 3.0], [30.0, 10.0]))
+    >>> difference(one, two, title="two minus one").values
+    array([ 1., -1.])
+    """
+    mine, base = (one.values / np.nanmean(one.values) for one in (second, first))
+    return PatchMap("difference", title, mine - base, signed=True, unit=1.0)
+
+
 VALUES: dict[str, Callable[[SlideView, int | None, int | None], list[PatchMap]]] = {
     "attention": attention,
     "beta": beta,

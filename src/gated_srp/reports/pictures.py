@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from gated_srp.data.bag import BagHeader
 from gated_srp.errors import counted
 from gated_srp.files import whole
-from gated_srp.reports.draw import LIGHT, Canvas, Scaled, colour, describe, in_image_pixels, scaled_map
+from gated_srp.reports.draw import LIGHT, Canvas, Scaled, colour, describe, in_image_pixels, past_the_bar, scaled_map
 from gated_srp.reports.maps import Patches, PatchMap
 from gated_srp.slides.reader import SlideImage
 
@@ -83,10 +83,7 @@ def figure_of_maps(
         if place == 1 and numbers:
             small = patches.side / canvas.scale < _SMALL
             _add_numbers(axes, patches, numbers, framed=overlay != "contour" or small, beside=small)
-        past = round(sum(scaled.beyond) * int(np.isfinite(one.values).sum()))
-        verb = "lies" if past == 1 else "lie"
-        outside = f"; {counted(past, 'patch')} {verb} beyond the colours" if past else ""
-        axes.set_xlabel(_wrapped(describe(one) + outside, 80), fontsize=8)
+        axes.set_xlabel(_wrapped(describe(one) + past_the_bar(scaled), 80), fontsize=8)
         axes.set_title(_wrapped(heading, 62), fontsize=9)
     figure.suptitle(_wrapped(title, 56 * columns), fontsize=10)
     figure.supxlabel(_wrapped(describe_slide(header, maps[0][1].side), 84 * columns), fontsize=8, color="#444444")

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,12 +70,23 @@ class Report(os.PathLike[str]):
         return f'<a href="{link}" target="_blank">{name}</a> ({self.size / 1e6:.1f} MB)'
 
 
-def report(folder: str | Path, *, out: str | Path = "report.html") -> Report:
-    """Write one self-contained page: the verdict in words, tables, figures, heatmaps, slides, how to reproduce.
+def report(
+    folder: str | Path,
+    *,
+    out: str | Path = "report.html",
+    maps: int | None = None,
+    wsi: str | Path | None = None,
+    truth: str | Path | None = None,
+) -> Report:
+    """Write one self-contained page: the verdict in words, tables, figures, maps of test slides, how to reproduce.
 
     Args:
         folder: a run, a comparison, a reproduction, or a folder above them.
         out: the page.
+        maps: test slides of comparisons whose maps are drawn side by side; by default as many as half a minute allows. 0: none.
+        wsi: the folder with the slide images, to draw these maps on the tissue.
+        truth: a folder with one table per slide, SLIDE.csv, that says which patches are what its label speaks of (columns x, y and one
+            that is 1 where it is true); by default the folder ``truth`` in ``folder``.
 
     Returns:
         The written page, which can be used as a path.
@@ -83,20 +95,29 @@ def report(folder: str | Path, *, out: str | Path = "report.html") -> Report:
         >>> gated_srp.report("runs/", out="report.html").path  # doctest: +SKIP
         PosixPath('report.html')
     """
-    text = build_page(Path(folder))
+    places = {"wsi": None if wsi is None else Path(wsi), "truth": None if truth is None else Path(truth)}
+    text = build_page(Path(folder), maps=maps, **places)
     write_whole(Path(out), text)
     return Report(Path(out), len(text.encode()))
 
 
-def build_page(folder: Path) -> str:
-    """The text of the page."""
+def build_page(folder: Path, *, maps: int | None = None, **places: Path | None) -> str:
+    """The text of the page; see `report`."""
+    from gated_srp.reports.page.sides import FIRST, side_by_side
+
     contents = read_contents(folder)
     environment = Environment(
         loader=PackageLoader("gated_srp.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     page = environment.get_template("page.html.j2")
     with naming(folder):
-        context = _context(contents)
+        sides = side_by_side(contents, most=maps, **places)
+        context = _context(contents) | {
+            "sides": sides,
+            "places": sides.places,
+            "first": FIRST,
+            "truth": tables.truth(sides.truth),
+        }
         bare = page.render(context, pictures=[], left_out=[])
     pictures, left_out = within(contents.maps, LARGEST - len(bare.encode()) - 50_000)
     return page.render(context, pictures=pictures, left_out=left_out)
@@ -119,7 +140,8 @@ def _context(contents: Contents) -> dict[str, Any]:
         "style": style,
         "script": script,
         "policy": policy,
-        "about": [part for part in contents.about.split("\n\n") if part.strip()],
+        "about": _about(contents.about),
+        "glossary": tables.GLOSSARY,
         "headlines": list(_headlines(contents.studies, contents.runs)),
         "verdicts": [
             *filter(None, map(tables.agreement, contents.studies)),
@@ -142,6 +164,18 @@ def _context(contents: Contents) -> dict[str, Any]:
     }
 
 
+def _about(text: str) -> list[str]:
+    """Its paragraphs; of a long text the first sentence, which is always shown, is a paragraph of its own.
+
+    >>> _about("Short. Shown whole."), [len(part) for part in _about("First. " + 300 * "x" + "\\n\\nlast")]
+    (['Short. Shown whole.'], [6, 300, 4])
+    """
+    parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+    if sum(map(len, parts)) <= 300:
+        return parts
+    return [*re.split(r"(?<=[.!?])\s+", parts[0], maxsplit=1), *parts[1:]]
+
+
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +187,7 @@ def _judged(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> Iter
         metrics: dict[str, list[Any]] = {}
         for row in rows:
             metrics.setdefault(where(row), []).append(row.get("metric"))
-        for row in sorted(rows, key=lambda row: not is_gated(str(row.get("arm")))):
+        for row in sorted(rows, key=lambda row: not is_gated(str(row.get("arm")))):  # before those of other cohorts
             here = where(row)
             usual = selecting.get(here) if selecting.get(here) in metrics[here] else metrics[here][0]
             if row.get("metric") == usual:
@@ -176,7 +210,7 @@ def _verdicts(studies: Sequence[StudyFolder], runs: Sequence[FinishedRun]) -> It
         reference = arm_title(str(study.comparison.get("reference")))
         what = f"{arm_title(str(row.get('arm')))} against {reference}, {where(row)}, {metric}"
         words = "; ".join(filter(None, (str(row.get("verdict")), row.get("no_worse"))))  # files of 0.2 lack the second
-        yield {"what": what, "words": words, "tone": tone(row)}
+        yield {"what": what, "words": re.sub(r"-(?=\d)", "−", words), "tone": tone(row)}
 
 
 def _result(run: FinishedRun) -> dict[str, str]:

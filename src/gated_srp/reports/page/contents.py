@@ -19,7 +19,7 @@ import pandas as pd
 
 from gated_srp.errors import UserError
 from gated_srp.files import as_stored
-from gated_srp.models import arm_title
+from gated_srp.models import arm_title, is_gated
 from gated_srp.records import Check, Comparison, Record, read_record, read_rows
 from gated_srp.tasks import Task, find_task, task_from_card
 from gated_srp.training.folder import RunFolder
@@ -50,6 +50,10 @@ class FinishedRun(RunFolder):
     @cached_property
     def results(self) -> dict[str, Any]:  # read once
         return super().results
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:  # read once
+        return super().settings
 
     @cached_property
     def environment(self) -> dict[str, Any]:  # read once
@@ -187,7 +191,10 @@ def _beside(home: Path, studies: Sequence[StudyFolder]) -> list[Path]:
 
 def _runs(files: Iterable[Path]) -> list[FinishedRun]:
     found = [FinishedRun(path.parent) for path in files if path.name == "metrics.json"]
-    return sorted((run for run in found if "test" in run.results), key=lambda run: (run.cohort, run.arm, run.unit))
+    return sorted(
+        (run for run in found if "test" in run.results),
+        key=lambda run: (run.cohort, not is_gated(run.arm), run.arm, run.unit),
+    )
 
 
 def _study(folder: Path) -> StudyFolder:

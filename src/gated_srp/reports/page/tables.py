@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.errors import counted
-from gated_srp.models import arm_title
+from gated_srp.models import arm_title, is_gated
 from gated_srp.records import parse_numbers
 from gated_srp.reports.page.contents import FinishedRun, StudyFolder
 from gated_srp.reports.tables import mean_and_std, metric_name, tone_of
@@ -21,6 +21,21 @@ from gated_srp.training.folder import departures
 MOST_SLIDES = 2000  # rows of a table of slides
 Cell = tuple[str, Any]  # what is shown, and what it sorts by
 Row = Mapping[str, Any]  # of comparison.json or reproduction.csv
+GLOSSARY = {  # words of the page, which say under the mouse what they mean where they head a column
+    "Arm": "One way to build the model: NA is plain Nystrom attention, Gated SRP the same model with the correction, and so on.",
+    "Seed": "One split of the patients with its own start weights. Arms are compared seed by seed, so both see the same slides.",
+    "95 % interval": "Where the true mean difference lies, as far as these seeds can tell. Seeds share slides; the interval allows for it "
+    "(Nadeau and Bengio).",
+    "p (Holm)": "How surprising the difference would be by chance alone, corrected for making several comparisons at once (Holm). A "
+    "difference counts, here and in every figure, only if its interval excludes zero and this p is below 5 %.",
+    "W–L–T": "Seeds that the arm won, lost and tied.",
+    "Over patients": "95 % interval of the difference when the test patients are resampled instead.",
+    "Best epoch": "The epoch whose weights were kept: the best one on the validation slides.",
+    "Attention": "How much weight the model gives to a patch, in multiples of the slide's mean.",
+    "beta (β)": "What a gate does with the part of a patch that it shares with its neighbours: 0 leaves it, 1 removes it, 2 flips it, "
+    "below 0 amplifies it.",
+    "Homogeneity": "How alike a patch and its neighbours are: the mean cosine of their features.",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,7 @@ class HtmlTable:
     rows: Sequence[tuple[Cell, ...]]
     note: str = ""
     search: str = ""
+    cohort: str = ""  # whose slides they are
 
 
 def signed(value: Any) -> str:
@@ -75,7 +91,7 @@ def cohort_metrics(study: StudyFolder) -> Iterator[HtmlTable]:
         found = {key: spread(middle, std) for key, middle, std in over_seeds.itertuples()}
         rows = [
             (cell(arm_title(arm)), *(found.get((arm, metric), cell(None)) for metric in metrics))
-            for arm in own["arm"].unique()
+            for arm in sorted(own["arm"].unique(), key=lambda arm: not is_gated(arm))
         ]
         note = "Test set, mean ± standard deviation over seeds."
         yield HtmlTable(str(cohort), ("Arm", *map(metric_name, metrics)), rows, note)
@@ -150,8 +166,9 @@ def headline(row: Row, metric: str, reference: str) -> str:
     lower = tone_of(1.0, str(row.get("metric"))) == "worse"  # is better
     worst = max(0.0, high if lower else -low)
     few = " With so few seeds the interval is wide." if seeds < 5 else ""
+    said = f"it is {row['no_worse']}; " if row.get("no_worse") else ""  # files of 0.2 lack it
     return (
-        f"{start} did not measurably help or hurt compared with {reference}: {told}. At worst, as far as these runs can tell, it is "
+        f"{start} did not measurably help or hurt compared with {reference}: {told}; {said}at worst, as far as these runs can tell, it is "
         f"{worst:.3f} {'higher' if lower else 'lower'}.{few}"
     )
 
@@ -184,10 +201,15 @@ def differences(study: StudyFolder) -> HtmlTable:
 
 
 def all_rows(study: StudyFolder) -> list[dict[str, Any]]:
-    """Per cohort, and across cohorts where there are several."""
-    cohorts = list(study.comparison.get("cohorts") or [])
-    several = len({row.get("cohort") for row in cohorts}) > 1
-    return cohorts + (list(study.comparison.get("across") or []) if several else [])
+    """Per cohort, and across cohorts where there are several; arms with gates first."""
+    rows = list(study.comparison.get("cohorts") or [])
+    if len({row.get("cohort") for row in rows}) > 1:
+        rows += list(study.comparison.get("across") or [])
+    groups = list(dict.fromkeys((row.get("cohort"), row.get("metric")) for row in rows))
+    order = {group: place for place, group in enumerate(groups)}
+    return sorted(
+        rows, key=lambda row: (order[row.get("cohort"), row.get("metric")], not is_gated(str(row.get("arm"))))
+    )
 
 
 def where(row: Row) -> str:
@@ -296,6 +318,28 @@ def _value(text: str) -> Any:
     return int(text) if text.lstrip("-").isdigit() else value if math.isfinite(value) else None
 
 
+# Where truth is known -------------------------------------------------------------------------------------------------
+
+
+def truth(scores: Sequence[tuple[str, str, float, float, float, int]]) -> HtmlTable:
+    """How well each map finds what is known to be true; see `sides.Sides.truth`."""
+    rows = [
+        (
+            cell(cohort),
+            cell(name),
+            cell(middle, f"{100 * middle:.0f} %"),
+            cell(low, f"{100 * low:.0f} to {100 * high:.0f} %"),
+            cell(count),
+        )
+        for cohort, name, middle, low, high, count in scores
+    ]
+    note = (
+        "Of two patches of a slide, one of which is known to be what the label speaks of, the map puts that one first so often: 50 % is "
+        "chance, 100 % finds all of them first. Means over slides of one seed each; they show where a model looks, not whether one is better."
+    )
+    return HtmlTable("Maps where truth is known", ("Cohort", "Map", "Mean", "Lowest to highest", "Slides"), rows, note)
+
+
 # Slides ---------------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +369,7 @@ def slides(runs: Sequence[FinishedRun]) -> Iterator[HtmlTable]:
         if len(known) > MOST_SLIDES:
             note += f" The first {MOST_SLIDES} of {len(known)}; the rest is in the runs' predictions_test_{key}.csv."
         heads = (key.capitalize(), *(name.capitalize() for name in truth), *arms)
-        yield HtmlTable(f"{cohort}: {len(known)} test {key}s", heads, rows, note, f"Search {key}s of {cohort}")
+        yield HtmlTable(f"{cohort}: {len(known)} test {key}s", heads, rows, note, f"Search {key}s of {cohort}", cohort)
 
 
 def _mean(values: Sequence[float] | None) -> Cell:

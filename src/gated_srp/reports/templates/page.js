@@ -51,7 +51,10 @@ for (const form of document.querySelectorAll("form.switches")) {
   form.addEventListener("submit", event => event.preventDefault());
   show();
 }
-// A slide of the table leads to its maps.
+// A slide of the table leads to its maps, also to those that are folded.
+const unfold = name => { const at = /^#map\d+$/.test(name) && document.querySelector(name); if (at && at.closest("details")) at.closest("details").open = true; return at; };
+for (const link of document.querySelectorAll('a[href^="#map"]')) link.addEventListener("click", () => unfold(link.hash));
+if (unfold(location.hash)) document.querySelector(location.hash).scrollIntoView();
 for (const link of document.querySelectorAll("a[data-slide]")) link.addEventListener("click", () => {
   const choice = document.querySelector("form.switches select[name=slide]");
   if (choice) { choice.value = link.dataset.slide; choice.dispatchEvent(new Event("change", {bubbles: true})); }

@@ -21,9 +21,10 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError
 from gated_srp.reports import maps
-from gated_srp.reports.draw import Scaled, describe, find_image, in_image_pixels, scaled_map
+from gated_srp.reports.draw import Scaled, describe, find_image, in_image_pixels, past_the_bar, scaled_map
 from gated_srp.reports.explain import MEANING, in_words
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, view_slide
+from gated_srp.reports.pictures import describe_slide
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.training.trained import TrainedRun, average, open_slide
 
@@ -90,6 +91,7 @@ class Scene:
             "mpp": self.info.mpp if self.info else None,
             "magnification": self.info.magnification if self.info else None,
             "image": self.image is not None,
+            "about": describe_slide(self.patches.header, self.patches.side),
             "side": self.patches.side,
             "corners": _packed(self.patches.corners.astype("<f4")),
             "runs": [{"name": name, "answers": found} for name, found in zip(self.runs, self.answers, strict=True)],
@@ -114,7 +116,8 @@ def _layer(layer: Layer) -> dict[str, Any]:
         "ticks": layer.scaled.ticks,
         "colours": layer.scaled.colours,
         "label": layer.scaled.label,
-        "note": describe(layer.one),
+        "note": describe(layer.one) + past_the_bar(layer.scaled),
+        "beyond": layer.scaled.beyond,
         "words": MEANING.get(layer.value, _DIFFERENCE),
         "top": layer.top,
     }
@@ -201,10 +204,10 @@ def _layers_of(number: int, view: SlideView, count: int) -> list[Layer]:
 
 def made_layer(run: int, value: str, one: PatchMap, rows: np.ndarray, count: int) -> Layer:
     """A map of some rows as a layer over all ``count`` patches."""
-    full, places = np.full(count, np.nan), np.full(count, np.nan)
+    places = np.full(count, np.nan)
     scaled = scaled_map(one)
-    full[rows], places[rows] = one.values, scaled.places
-    return Layer(run, value, one, full, replace(scaled, places=places))
+    places[rows] = scaled.places
+    return Layer(run, value, one, maps.spread_over(one, rows, count).values, replace(scaled, places=places))
 
 
 def _differences(layers: Sequence[Layer], runs: Sequence[str]) -> list[Layer]:
@@ -214,8 +217,8 @@ def _differences(layers: Sequence[Layer], runs: Sequence[str]) -> list[Layer]:
     for number in sorted(firsts):
         if number == 0 or 0 not in firsts:
             continue
-        mine, base = (firsts[k].values / np.nanmean(firsts[k].values) for k in (number, 0))
+        base, mine = (replace(firsts[k].one, values=firsts[k].values) for k in (0, number))
         title = f"attention of {runs[number]} minus {runs[0]}, in multiples of the slide's mean"
-        one = PatchMap("difference", title, mine - base, signed=True, unit=1.0)
-        found.append(made_layer(-1, "difference", one, np.arange(len(mine)), len(mine)))
+        one = maps.difference(base, mine, title=title)
+        found.append(made_layer(-1, "difference", one, np.arange(len(one.values)), len(one.values)))
     return found

@@ -54,8 +54,7 @@
       layOut(state.count);
       answers();
       questions();
-      $("notes").replaceChildren(...data.notes.map((note) => made("p", note, { class: "soft" })));
-      $("notes").hidden = !data.notes.length;
+      $("notes").replaceChildren(...[data.about + ".", ...data.notes].map((note) => made("p", note, { class: "soft" })));
     },
   };
 
@@ -255,7 +254,7 @@
     for (let i = 0; i < 255; i++) pixels.set([colours[3 * i], colours[3 * i + 1], colours[3 * i + 2], 255], 4 * i);
     strip.getContext("2d").putImageData(new ImageData(pixels, 255, 1), 0, 0);
     for (const [place, text] of layer.ticks) {
-      const tick = made("span", text);
+      const tick = made("span", (place === 0 && layer.beyond[0] ? "◂ " : "") + text + (place === 1 && layer.beyond[1] ? " ▸" : "")); // arrows: values lie beyond
       tick.style.left = 100 * place + "%";
       ticks.append(tick);
     }
