@@ -8,8 +8,10 @@ import pytest
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from reports.page_folders import HOSTILE, with_maps  # noqa: E402
+from reports.viewer_folders import CARD, features, image, run  # noqa: E402
 
 from gated_srp import report  # noqa: E402
+from gated_srp.reports.explain import explain_file  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -167,4 +169,34 @@ def test_a_map_of_another_kind_is_led_to_where_no_pair_was_drawn(browser, path):
     page.goto((path.parent / "plain.html").as_uri())
     page.locator("#slides a[data-slide]", has_text="s00").first.click()
     assert page.url.endswith("#maps") and page.locator("#gallery figure:visible").count() == 4
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory):
+    home = tmp_path_factory.mktemp("explained")
+    trained = run(
+        home, "gated_srp", card=CARD | {"split_hash": "9" * 64, "encoder": "a_very_long_name_of_an_encoder_" * 3}
+    )
+    return explain_file(trained, features(home), home / "out", image=image(home)).page
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
+def test_the_page_of_explain_answers_first_and_fits_a_phone_and_a_laptop(browser, explained, width, scheme):
+    said, asked = [], []
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(explained.as_uri())
+    assert page.locator(".headline").inner_text().startswith("The model says: predicted ")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("[...document.images].every(one => one.complete && one.naturalWidth > 0)")
+    beside = page.evaluate(
+        "(([a, b]) => a.getBoundingClientRect().top === b.getBoundingClientRect().top)(document.querySelectorAll('main section:not(.whole)'))"
+    )
+    assert beside == (width == 1280)
+    assert said == [] and [url for url in asked if not url.startswith(("data:", explained.as_uri()))] == []
+    if width == 1280:
+        assert page.pdf(format="A4").count(b"/Type /Page\n") <= 5
+        assert explained.stat().st_size < 3_000_000
     page.close()

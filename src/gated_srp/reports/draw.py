@@ -164,7 +164,10 @@ def scaled_map(one: PatchMap, *, percentile: bool = False) -> Scaled:
         return by_percentile(one.shown, signed=one.signed)
     if one.unit is not None:
         return as_change(one.shown, one.unit) if one.signed else as_multiples(one.shown, one.unit)
-    return as_beta(one.values, one.limit or 2.0) if one.regimes else linear(one.shown, one.limit or 1.0, one.signed)
+    if one.regimes:
+        return as_beta(one.values, one.limit or 2.0)
+    label = one.title.partition(": ")[2] or "values"  # homogeneity: mean cosine to the neighbours
+    return replace(linear(one.shown, one.limit or 1.0, one.signed), label=label)
 
 
 def linear(values: np.ndarray, limit: float, signed: bool) -> Scaled:

@@ -45,6 +45,20 @@ class Prediction:
     unlike: bool
     problem: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """The answer for somebody who reads nothing else.
+
+        >>> Prediction({"predicted": "tumour", "probability of tumour": "95.9 %"}, "", True).sentence
+        'The model says: predicted tumour (95.9 %). But this slide is unlike the training slides: do not rely on it.'
+        """
+        if not self.answers:
+            return self.problem
+        name, value = next(iter(self.answers.items()))
+        sure = f" ({found})" if (found := self.answers.get(f"probability of {value}")) else ""
+        doubt = " But this slide is unlike the training slides: do not rely on it." if self.unlike else ""
+        return f"The model says: {name} {value}{sure}.{doubt}"
+
 
 @dataclass(frozen=True)
 class Explanation:

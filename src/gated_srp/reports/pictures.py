@@ -29,7 +29,7 @@ _DPI = 160
 _PATCH = 224  # least pixels of a patch on a sheet
 _LARGEST = 448
 _CONTEXT = 0.25  # of a patch's side, shown around it on each side
-_CAPTION, _GAP = 24, 10
+_CAPTION, _GAP = 34, 12
 _SMALL = 24  # pixels of a patch on a map that has no room for its number
 
 
@@ -325,7 +325,7 @@ def contact_sheet(patches: Patches, one: PatchMap, image: Path, *, count: int = 
         tile = round(shown * (1 + 2 * _CONTEXT))
         columns = max(1, min(6, max(len(group.rows) for group in groups)))
         heights = [_CAPTION + math.ceil(len(group.rows) / columns) * (tile + _CAPTION + _GAP) for group in groups]
-        sheet = Image.new("RGB", (max(columns * (tile + _GAP) + _GAP, 760), sum(heights) + 3 * _GAP), "white")
+        sheet = Image.new("RGB", (max(columns * (tile + _GAP) + _GAP, 1240), sum(heights) + 3 * _GAP), "white")
         pen, font, top = ImageDraw.Draw(sheet), _font(), _GAP
         for group, height in zip(groups, heights, strict=True):
             note = f" ({group.note})" if group.note else ""
@@ -337,14 +337,13 @@ def contact_sheet(patches: Patches, one: PatchMap, image: Path, *, count: int = 
                 )
                 sheet.paste(_tile(slide, here.corners[row], here.side, tile), (left, high))
                 margin = (tile - shown) // 2
-                pen.rectangle(
-                    (left + margin - 1, high + margin - 1, left + margin + shown, high + margin + shown),
-                    outline="black",
-                )
+                for out, ink in ((3, "white"), (1, "black")):  # seen on any tissue
+                    low, far = margin - out, margin + shown + out - 1
+                    pen.rectangle((left + low, high + low, left + far, high + far), outline=ink, width=2)
                 x, y = here.corners[row]
                 pen.text(
                     (left, high + tile + 2),
-                    f"{numbers[int(row)]}:  {_value(one, row)}   at ({x:.0f}, {y:.0f})",
+                    f"{numbers[int(row)]}: {_value(one, row)}, ({x:.0f}, {y:.0f})",
                     "black",
                     font,
                 )
@@ -363,7 +362,9 @@ def _value(one: PatchMap, row: int) -> str:
 def _font() -> Any:
     import matplotlib
 
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", 14)
+    return ImageFont.truetype(
+        Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", 22
+    )  # to be read when the sheet is shown at half its size
 
 
 def _tile(slide: SlideImage, corner: np.ndarray, side: float, tile: int) -> Image.Image:
