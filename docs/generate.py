@@ -101,6 +101,7 @@ def arms_page() -> str:
         "same logits before training, bit for bit; all arms of a study share every start weight of the same name and shape. What a patch "
         "costs depends on the machine: `gated-srp bench` measures it.",
     ]
+    checked: dict[str, list[str]] = {}  # what was checked -> arms; the classes say it beside their formulas
     for trunk, (title, width) in groups.items():
         rows = []
         for name, arm in ARMS.items():
@@ -109,15 +110,13 @@ def arms_page() -> str:
                     model = arm.build(width, 4, Sizes(**arm.defaults))
                 size = f"{sum(one.numel() for one in model.parameters()):,}"
                 assert arm.refuses == model.refuses
+                for said in {part.checked for part in model.modules() if hasattr(part, "checked")}:
+                    checked.setdefault(said, []).append(f"`{name}`")
                 start = f"`{arm.starts_as}`" if arm.starts_as else ""
                 rows.append((f"`{name}`", arm.title, size, start, arm.about, ", ".join(arm.refuses)))
         header = ("arm", "in tables", "parameters", "starts as", "what it does", "not for")
         lines += [f"## {title}", _table(header, rows)]
     reasons = [f"- `{name}`, {task}: {why}" for name, arm in ARMS.items() for task, why in arm.refuses.items()]
-    checked: dict[str, list[str]] = {}
-    for name, arm in ARMS.items():
-        if arm.checked:
-            checked.setdefault(arm.checked, []).append(f"`{name}`")
     lines += [
         "## What was checked",
         "Models of other publications are written from their texts. Each is held by `tests/models` to a plain loop over the formula in its "

@@ -25,7 +25,7 @@ def assert_same(one: PreparedBag, other: PreparedBag) -> None:
         a, b = getattr(one, field.name), getattr(other, field.name)
         if field.name == "graph":
             assert (a.window, a.lengths, a.before) == (b.window, b.lengths, b.before)
-            for part in ("neighbours", "offsets", "homogeneity"):
+            for part in ("neighbours", "offsets", "homogeneity", "places"):
                 assert_bits(getattr(a, part), getattr(b, part))
         elif isinstance(a, torch.Tensor):
             assert_bits(a, b)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from gated_srp import PatchGraph, UserError, trace
 from gated_srp.models import ARMS, build_model
 from gated_srp.models.attention import LocalAttention
+from gated_srp.models.patch_gcn import PatchGCN
 from gated_srp.models.peers import (
     ABMIL,
     CLAM,
@@ -272,6 +273,33 @@ def test_local_attention_has_the_same_gradient_with_and_without_recomputation():
     with torch.no_grad():
         slope = (model(features + bump, graph).square().sum() - model(features - bump, graph).square().sum()) / 2e-6
     assert float(leaf.grad[0, 3, 4]) == pytest.approx(float(slope), rel=1e-3)
+
+
+def test_patch_gcn_gathers_messages_of_its_neighbours_channel_by_channel():
+    features, graph, coords = bag()
+    model = awake(PatchGCN(10, 3, dim=4))
+    lists = neighbour_lists(coords, 256)
+
+    def convolved(layer, h):
+        mixed = h.clone()
+        for i, found in enumerate(lists):
+            for c in range(4 if found else 0):
+                m = [max(0.0, float(h[j, c])) + 1e-7 for j in found]
+                weights = softmax([float(layer.temperature.value) * one for one in m])
+                mixed[i, c] += sum(w * one for w, one in zip(weights, m, strict=True))
+        hidden = mixed @ layer.first.weight.T + layer.first.bias
+        hidden = F.relu(F.layer_norm(hidden, (8,), layer.norm.weight, layer.norm.bias))
+        return hidden @ layer.second.weight.T + layer.second.bias
+
+    h = [F.relu(features[0] @ model.in_proj.weight.T + model.in_proj.bias)]
+    h.append(convolved(model.layers[0], h[0]))
+    for layer, norm in zip(model.layers[1:], model.norms, strict=True):
+        h.append(h[-1] + F.relu(F.layer_norm(convolved(layer, h[-1]), (4,), norm.weight, norm.bias)))
+    p = F.relu(model.joint(torch.cat(h, -1)))
+    a = softmax(model.pool(p[None])[0].tolist())
+    z = sum(weight * row for weight, row in zip(a, p, strict=True))
+    torch.testing.assert_close(model(features, graph)[0], model.head(F.relu(model.last(z))))
+    assert build_model("patch_gcn", **SMALL).layers[0].temperature.value == 1
 
 
 @pytest.mark.parametrize("arm", PEERS)

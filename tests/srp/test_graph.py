@@ -25,6 +25,26 @@ def dense_bag(count: int, side: int, seed: int) -> torch.Tensor:
 bags = st.builds(dense_bag, st.integers(1, 40), st.integers(2, 7), st.integers(0, 999))
 
 
+@given(bags, st.sampled_from([3, 5, 7]), st.sampled_from([1, 224]), st.integers(-3000, 3000), st.booleans())
+def test_a_neighbours_place_is_the_step_to_it(cells, window, stride, shift, exact):
+    """Also after rows were added, left out, cut into parts and put together; a graph without places stays one."""
+    graph = PatchGraph.from_coords(
+        cells * stride + shift, stride=stride, window=window, lattice="exact" if exact else "floor"
+    )
+    at = torch.div(cells * stride + shift, stride, rounding_mode="floor")
+    count = max(1, len(cells) // 2)
+    several = PatchGraph.batch([graph, graph.first(count)]).with_isolated(before=1)
+    owners = torch.arange(several.num_rows).repeat_interleave(several.neighbour_count)
+    rows, found = ((one % (len(cells) + 1)) - 1 for one in (owners, several.neighbours))
+    steps = at[found] - at[rows] + window // 2
+    assert several.places.tolist() == (steps[:, 0] * window + steps[:, 1]).tolist()
+    half = slice(len(cells) // 3, len(cells))
+    assert torch.cat([graph.part(slice(0, half.start)).places, graph.part(half).places]).equal(graph.places)
+    bare = PatchGraph(graph.neighbours, graph.offsets, graph.homogeneity, window, graph.lengths)
+    assert bare.first(count).places is bare.part(half).places is PatchGraph.batch([bare, graph]).places is None
+    assert bare.to("cpu").places is None and graph.to("cpu").places.equal(graph.places)
+
+
 @given(bags, st.sampled_from([3, 5, 7]), st.sampled_from([1, 224, 512]), st.integers(-3000, 3000))
 def test_floor_neighbours_equal_the_naive_loop(cells, window, stride, shift):
     coords = cells * stride + shift

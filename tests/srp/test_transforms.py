@@ -121,6 +121,7 @@ def test_the_dense_model_exports_once_for_slides_of_every_length():
         None,
         (any_size,),
         None,
+        {0: any_size},
     ]  # the fields of PatchGraph in their order
     program = torch.export.export(model, slide(25), dynamic_shapes=({1: any_size}, graph), strict=False).module()
     for patches in (25, 40, 13, 64):

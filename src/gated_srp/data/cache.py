@@ -54,7 +54,7 @@ class BagCache:
     def read(self, path: Path, settings: Preparation) -> PreparedBag:
         """The prepared bag, from its entry if there is a good one, else made and kept."""
         entry, identity = self.entry(path, settings), identify(path, settings.coords)
-        found = _load(entry, path, identity, check=entry not in self.sound)
+        found = _load(entry, path, identity, settings.lattice, check=entry not in self.sound)
         if found is None:
             bag = prepare(path, settings)
             try:
@@ -64,7 +64,7 @@ class BagCache:
                 what = f"the cache {self.folder} cannot be written ({cause}); the bag is prepared anew each time"
                 note = Note("warning", "cache", what, cure="Free some space, or correct `cache`.")
                 return replace(bag, warnings=(*bag.warnings, note))
-            found = _load(entry, path, identity, check=False) or bag
+            found = _load(entry, path, identity, settings.lattice, check=False) or bag
         self.sound.add(entry)
         return found
 
@@ -96,7 +96,7 @@ def _store(entry: Path, bag: PreparedBag, identity: str) -> None:
         save_file(tensors, draft, metadata=metadata)
 
 
-def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag | None:
+def _load(entry: Path, path: Path, identity: str, lattice: str, *, check: bool) -> PreparedBag | None:
     """The entry's bag, its tensors mapped from the file; None where there is no entry, a damaged one or one of another file."""
     try:
         with safe_open(entry, framework="pt") as file:
@@ -109,9 +109,10 @@ def _load(entry: Path, path: Path, identity: str, *, check: bool) -> PreparedBag
         facts = json.loads(metadata["facts"])
         features, coords = tensors.pop("features"), tensors.pop("coords")
         graph = PatchGraph(**tensors, window=facts.pop("window"), lengths=(len(features),))
+        graph = graph.with_places(coords, facts["stride"], lattice)
         warnings = tuple(_warning(stored) for stored in facts.pop("warnings"))
         return PreparedBag(path=path, features=features, coords=coords, graph=graph, warnings=warnings, **facts)
-    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError, TypeError):
+    except (OSError, SafetensorError, RuntimeError, LookupError, ValueError, TypeError):
         return None  # RuntimeError: torch, when another process removed the file between opening and mapping
 
 

@@ -16,8 +16,9 @@ import torch
 from gated_srp import srp
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
+from gated_srp.models.block import Adapter
 from gated_srp.models.nystrom import DifferentialAttention, DifferentialNystrom, NystromAttention
-from gated_srp.models.slide import AdaptedArm, Arm, Gate, ImageArm, Sizes, SlideModel, initialise
+from gated_srp.models.slide import Arm, Gate, ImageArm, Sizes, SlideModel, SlideTransformer, initialise
 from gated_srp.srp import Coefficient, OwnValue
 
 if TYPE_CHECKING:
@@ -25,8 +26,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class AdaptedArm(Arm):
+    """Control: where the gates would be, adapters with at least as many weights."""
+
+    @property
+    def starts_as(self) -> str:
+        return self.base
+
+    def correction(self, sizes: Sizes) -> Adapter:
+        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
+        return Adapter(sizes.dim // sizes.num_heads, budget=weights)
+
+
+@dataclass(frozen=True)
+class OtherArm(Arm):
+    """An arm whose model differs from the slide model in more than its attention: ``model`` names it by module and class."""
+
+    model: str = ""
+
+    @property
+    def kind(self) -> type[SlideTransformer]:
+        found: type[SlideTransformer] = _named(self.model)
+        return found
+
+
+@dataclass(frozen=True)
 class PeerArm:
-    """A model of another publication: a name in `peers` and the sizes that it takes. Facts as in `Arm`."""
+    """A model of another publication: a name in `peers`, or module and name, and the sizes that it takes. Facts as in `Arm`."""
 
     name: str
     takes: tuple[str, ...] = ()
@@ -34,7 +60,6 @@ class PeerArm:
     about: str = ""
     gated: bool = False
     starts_as: str = ""
-    checked: str = ""
 
     trunk: ClassVar[str] = "peer"
     base: ClassVar[str] = "na"
@@ -46,18 +71,18 @@ class PeerArm:
     @property
     def refuses(self) -> Mapping[str, str]:
         """As its model says: kind of task -> why it is not made for it."""
-        from gated_srp.models import peers
-
-        found: Mapping[str, str] = getattr(getattr(peers, self.name), "refuses", {})
+        found: Mapping[str, str] = getattr(_named(self.name), "refuses", {})
         return found
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> "Peer":
-        from gated_srp.models import peers  # a run of another arm does not load them
-
-        peer: Peer = getattr(peers, self.name)(
-            in_dim, num_outputs, **{name: getattr(sizes, name) for name in self.takes}
-        )
+        peer: Peer = _named(self.name)(in_dim, num_outputs, **{name: getattr(sizes, name) for name in self.takes})
         return peer
+
+
+def _named(name: str) -> Any:
+    """A class of another publication by module (`peers` where none is named) and name: a run without it does not load it."""
+    module, _, kind = name.rpartition(".")
+    return getattr(import_module(f"gated_srp.models.{module or 'peers'}"), kind)
 
 
 def _nystrom(sizes: Sizes, number: int) -> Attention:
@@ -81,16 +106,20 @@ def _dense_differential(sizes: Sizes, number: int) -> Attention:
 
 
 def _other(name: str, *takes: str) -> Callable[[Sizes, int], Attention]:
-    """An attention of another publication, by module and class: a run without it does not load it. ``takes``: sizes beside width and heads."""
-    module, kind = name.split(".")
+    """An attention of another publication. ``takes``: sizes beside width and heads."""
 
     def make(sizes: Sizes, number: int) -> Attention:
-        made: Attention = getattr(import_module(f"gated_srp.models.{module}"), kind)(
-            sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes}
-        )
+        made: Attention = _named(name)(sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes})
         return made
 
     return make
+
+
+def _but_last(
+    attention: Callable[[Sizes, int], Attention], last: Callable[[Sizes, int], Attention]
+) -> Callable[[Sizes, int], Attention]:
+    """The last block reads all patches for CLS alone: what an attention knows of a patch's surroundings has no use there."""
+    return lambda sizes, number: (last if number == sizes.depth - 1 else attention)(sizes, number)
 
 
 def _cog(sizes: Sizes, number: int) -> Attention:
@@ -118,17 +147,8 @@ def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
 
 _gated = partial(Arm, _nystrom)
 _vit4 = partial(Arm, position=None, trunk="vit4", base="vit4", dense=True)
+_reduced = partial(OtherArm, position=None, trunk="vit4", base="vit4", dense=True)
 _vit_s16 = partial(ImageArm, trunk="vit_s16", base="vit_s16", dense=True)
-
-_DGSA = (
-    "A loop over g A1 - (1 - g) A2, g = sigmoid(W x + b) per token and head, RMSNorm, times 0.2. Of the paper its abstract and reviews "
-    "could be read: two maps, a sigmoid gate of the token per head, lambda_0 = 0.8. That the second map is weighed by 1 - g is our "
-    "reading of 'fused'; its authors' code was not public."
-)
-_INTEGRAL = (
-    "A loop over eight signals, each scaled by its own width, averaged before the softmax. The formula is from two texts on the paper, "
-    "not from its own pages. Signals that meet in one sum are one product: this is softmax attention with logits divided by sqrt 8."
-)
 
 ARMS: dict[str, Arm | PeerArm] = {
     # The paper's comparison
@@ -199,24 +219,55 @@ ARMS: dict[str, Arm | PeerArm] = {
             "dgsa": Arm(
                 _other("variants.GatedDifferentialNystrom", "num_landmarks"),
                 about="differential gated self-attention: a gate per token and head weighs two maps (Lygizou et al. 2025)",
-                checked=_DGSA,
             ),
-            "vit4_dgsa": _vit4(
-                _other("variants.GatedDifferentialAttention"), about="the same on dense attention", checked=_DGSA
-            ),
+            "vit4_dgsa": _vit4(_other("variants.GatedDifferentialAttention"), about="the same on dense attention"),
             "integral": Arm(
                 _other("variants.IntegralNystrom", "num_landmarks"),
                 about="Integral Transformer: the mean of eight signals' logits before the softmax (Kobyzev et al. 2025)",
-                checked=_INTEGRAL,
             ),
-            "vit4_integral": _vit4(
-                _other("variants.IntegralAttention"), about="the same on dense attention", checked=_INTEGRAL
-            ),
+            "vit4_integral": _vit4(_other("variants.IntegralAttention"), about="the same on dense attention"),
             "vit4_cog": _vit4(
                 _cog,
                 about="Cog attention: weights with the signs of their logits (Lv et al. 2024)",
-                checked="A loop over sign(p) softmax(|p|), the form of its authors' code, which keeps the softmax in the first and "
-                "the last block, as here. Dense alone: signed landmark weights have no convergent pseudo-inverse iteration.",
+            ),
+        }
+    ),
+    # Locality, redundancy, the class token: what else could do the gate's work
+    **_with_gates(
+        {
+            "local_attention": Arm(
+                _local, about="each patch attends to itself and its neighbours alone; CLS reads all"
+            ),
+            "neighbourhood": Arm(
+                _but_last(_other("locality.NeighbourhoodAttention"), _local),
+                without="local_attention",
+                about="local attention with a learned bias per relative position (Hassani et al. 2023)",
+            ),
+            "convit": Arm(
+                _but_last(_other("locality.PositionalNystrom", "num_landmarks"), _nystrom),
+                about="gated positional attention on the lattice beside Nystrom attention (ConViT, d'Ascoli et al. 2021)",
+            ),
+            "vit4_tome": _reduced(
+                _other("reduced.SizedAttention"),
+                model="reduced.MergingTransformer",
+                about="token merging: before each block but the first, a quarter of the patches joins its most similar one (Bolya et al. 2023)",
+            ),
+            "vit4_evit": _reduced(
+                _other("reduced.SharedMap"),
+                model="reduced.PruningTransformer",
+                about="pruning: before each block but the first, 70 % of the patches stay, the others become one (EViT, Liang et al. 2022)",
+            ),
+            "cait": OtherArm(
+                _nystrom,
+                position=lambda dim: _named("class_token.PatchPPEG")(dim),
+                model="class_token.ClassAttentionTransformer",
+                about="class attention: CLS enters for the last two blocks, which change it alone (CaiT, Touvron et al. 2021)",
+            ),
+            "split_norm": OtherArm(
+                _nystrom,
+                model="class_token.SplitNormTransformer",
+                without="na",
+                about="norms of their own for CLS and for patches (the norms of Marouani et al. 2026)",
             ),
         }
     ),
@@ -231,7 +282,6 @@ ARMS: dict[str, Arm | PeerArm] = {
     "vit_s16_fixed_beta_1": _vit_s16(_dense, _fixed(1.0), about="removes that part"),
     "vit_s16_fixed_beta_2": _vit_s16(_dense, _fixed(2.0), about="flips that part"),
     # Other methods, at the width of the others; TransMIL and CLAM as published
-    "local_attention": Arm(_local, about="each patch attends to itself and its neighbours alone; CLS reads all"),
     "mean_pool": PeerArm("MeanPool", ("dim",), about="a linear layer with ReLU, the mean over patches, a linear layer"),
     "abmil": PeerArm("ABMIL", ("dim",), about="attention-based MIL with gated attention (Ilse et al. 2018)"),
     "srp_abmil": PeerArm(
@@ -250,6 +300,10 @@ ARMS: dict[str, Arm | PeerArm] = {
     ),
     "clam_sb": PeerArm("CLAM", about="CLAM, one attention branch, with its loss on patches (Lu et al. 2021)"),
     "transmil": PeerArm("TransMIL", about="TransMIL as published: two blocks of width 512 (Shao et al. 2021)"),
+    "patch_gcn": PeerArm(
+        "patch_gcn.PatchGCN",
+        about="Patch-GCN as published: three graph convolutions, gated attention over all their outputs (Chen et al. 2021)",
+    ),
     "linear_probe": PeerArm("LinearProbe", about="a linear layer on the mean of the features"),
 }
 

@@ -4,6 +4,7 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channel
 K neighbours at most.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,7 @@ class Attention(nn.Module):
     """Maps normalised rows (B, L, C) to head outputs y and values v, both (B, H, L, D); `out` merges the heads afterwards."""
 
     dense: ClassVar[bool] = True  # over all pairs of rows
+    signed: ClassVar[bool] = False  # weights below zero mean something: maps show them
     num_heads: int
     proj: nn.Linear
 
@@ -87,21 +89,31 @@ class LocalAttention(DenseAttention):
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads(x, 0, 3)
         rows = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]  # (R, H, D)
-        table, meant = neighbour_table(graph)
-        parts = []
-        for q_part, *listed in zip(
-            rows[0].split(_GATHERED), table.split(_GATHERED), meant.split(_GATHERED), strict=True
-        ):
-            arguments = (q_part, *rows[1:], *listed)
-            # K + 1 keys and values per row: cheaper to gather twice than to keep.
-            parts.append(
-                checkpoint(_attend_table, *arguments, use_reentrant=False, preserve_rng_state=False)
-                if torch.is_grad_enabled()
-                else _attend_table(*arguments)
-            )
-        y = torch.cat(parts).view(len(x), -1, *rows[0].shape[1:]).transpose(1, 2)  # (B, H, L, D)
+        bias = self.place_bias()
+        tables = [*neighbour_table(graph), *([] if bias is None else [place_table(graph)])]
+        y = by_table(_attend_table, rows[0], (*rows[1:], bias), tables).view(len(x), -1, *rows[0].shape[1:])
         cls = F.scaled_dot_product_attention(q[:, :, :1], k, v, attn_mask=key_mask(x, graph))
-        return torch.cat([cls.to(y.dtype), y[:, :, 1:]], dim=2), v
+        return torch.cat([cls.to(y.dtype), y.transpose(1, 2)[:, :, 1:]], dim=2), v
+
+    def place_bias(self) -> Tensor | None:
+        """What is added to the logit of a neighbour by its place (H, 49); None: nothing."""
+        return None
+
+
+def by_table(
+    attend: Callable[..., Tensor], q: Tensor, whole: tuple[Tensor | None, ...], tables: list[Tensor]
+) -> Tensor:
+    """attend(rows of q, *whole, *rows of the tables), some rows at a time: (R, H, D).
+
+    K + 1 keys and values per row: cheaper to gather twice than to keep.
+    """
+    parts = []
+    for part, *listed in zip(*(one.split(_GATHERED) for one in (q, *tables)), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(attend, part, *whole, *listed, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(attend(part, *whole, *listed))
+    return torch.cat(parts)
 
 
 def neighbour_table(graph: PatchGraph) -> tuple[Tensor, Tensor]:
@@ -114,9 +126,28 @@ def neighbour_table(graph: PatchGraph) -> tuple[Tensor, Tensor]:
     return table, meant
 
 
-def _attend_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, meant: Tensor) -> Tensor:
+def place_table(graph: PatchGraph) -> Tensor:
+    """Where each entry of `neighbour_table` lies in a window of 7 x 7 around its row, numbered as `PatchGraph.places`: (R, K + 1)."""
+    if graph.places is None or graph.window > 7:
+        what = "the graph does not know where neighbours lie" if graph.places is None else f"window {graph.window}"
+        cure = "Relative positions need PatchGraph.from_coords (or from_grid) and a window of 3, 5 or 7."
+        raise UserError(what, where="graph", cure=cure)
+    around = 3 - graph.window // 2
+    x, y = graph.places.long() // graph.window, graph.places.long() % graph.window
+    counts = graph.neighbour_count
+    meant = torch.arange(graph.most_neighbours, device=counts.device) < counts.unsqueeze(1)  # (R, K)
+    table = torch.full_like(meant, 24, dtype=torch.long)  # the row itself
+    table[meant] = (x + around) * 7 + y + around
+    return F.pad(table, (1, 0), value=24)
+
+
+def _attend_table(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Tensor, meant: Tensor, places: Tensor | None = None
+) -> Tensor:
     """Attention of rows q (P, H, D) over the rows of k, v (R, H, D) that the table (P, K + 1) means."""
     logits = torch.einsum("phd,pjhd->phj", q, k[table]) * q.shape[-1] ** -0.5
+    if bias is not None and places is not None:
+        logits = logits + bias[:, places].transpose(0, 1)  # (P, H, K + 1)
     logits = logits.masked_fill(~meant.unsqueeze(1), float("-inf"))
     return torch.einsum("phj,pjhd->phd", logits.softmax(-1).to(v.dtype), v[table])
 

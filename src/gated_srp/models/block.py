@@ -5,7 +5,7 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C channels, R row
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,14 @@ from gated_srp.models.fast.inference import Scratch, block_by_rows, first_row
 from gated_srp.srp import GatedSRP, PatchGraph
 
 
-class Adapter(nn.Module):
+class OwnStart(nn.Module):
+    """A part that knows its start values itself."""
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        raise NotImplementedError
+
+
+class Adapter(OwnStart):
     """Control without a direction: z = y + U gelu(W y) on the rows that a gate would correct, one bottleneck for all heads (Houlsby et al., 2019).
 
     It is the narrowest one with at least ``budget`` weights: should it do worse than a gate of that many, it is not for
@@ -64,6 +71,8 @@ class Block(nn.Module):
     ``scratch``: buffers that the blocks share at inference; x may then be overwritten.
     """
 
+    patches: ClassVar[bool] = True  # it changes them, so that a correction of theirs has an effect
+
     def __init__(
         self, dim: int, attention: Attention, *, correction: GatedSRP | Adapter | None = None, mlp_ratio: int = 4
     ) -> None:
@@ -83,7 +92,7 @@ class Block(nn.Module):
         x = self._add(x, self._merge(y, v, graph), keep, 0)
         return self._add(x, self.mlp(self.norm2(x)), keep, 1)
 
-    def cls_attention(self, x: Tensor, graph: PatchGraph, *_: Any, **__: Any) -> Tensor:
+    def cls_attention(self, x: Tensor, graph: PatchGraph, *_: Any, **__: Any) -> Tensor | None:
         """Attention of CLS to the patches, (H, N) for one bag."""
         return graph.patches(self.attn.cls_map(self.norm1(x), graph))
 
@@ -109,6 +118,8 @@ class Block(nn.Module):
 
 class LastBlock(Block):
     """The last block of a model whose head reads CLS alone: keys and values of all rows, everything else for one. (B, 1, C)."""
+
+    patches: ClassVar[bool] = False
 
     def forward(
         self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, scratch: Scratch | None = None

@@ -150,6 +150,8 @@ class TwoMaps(Attention):
     """Two attentions with queries and keys of their own over shared values (2 D wide), mixed and normalised:
     y = scale RMSNorm(mix(y1, y2)), a head of these for two of the base's."""
 
+    signed: ClassVar[bool] = True
+
     def __init__(self, dim: int, num_heads: int, *, scale: float) -> None:
         super().__init__()
         check_heads(dim, num_heads)

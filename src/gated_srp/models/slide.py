@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention
-from gated_srp.models.block import Adapter, Block, LastBlock
+from gated_srp.models.block import Adapter, Block, LastBlock, OwnStart
 from gated_srp.models.fast import by_hand, one_pass
 from gated_srp.models.fast.gradients import depthwise
 from gated_srp.models.fast.inference import Scratch, embedded
@@ -171,6 +171,7 @@ class SlideTransformer(SlideModel):
         scratch = Scratch() if one_pass(self.ppeg, *self.blocks) else None
         x, rows = self.tokens(features, graph, scratch)
         for number, block in enumerate(self.blocks):
+            x, rows = self.before_block(number, x, rows)
             scale = None if keep is None else keep[number]
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rows, scale, use_reentrant=False, preserve_rng_state=False)
@@ -180,6 +181,14 @@ class SlideTransformer(SlideModel):
                 x = self.ppeg(x, overwrite=scratch is not None)
         logits: Tensor = self.head(self.norm(x[:, 0]))
         return logits
+
+    @staticmethod
+    def block_kind(number: int, depth: int) -> type[Block]:
+        return LastBlock if number == depth - 1 else Block
+
+    def before_block(self, number: int, x: Tensor, rows: PatchGraph) -> tuple[Tensor, PatchGraph]:
+        """What enters a block, and its graph: models that merge or drop rows do it here."""
+        return x, rows
 
     def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
         """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
@@ -249,9 +258,9 @@ def initialise(model: nn.Module, seed: int) -> None:
     layers that a model lists as ``torch_start`` are uniform as PyTorch makes them.
     """
     kept = model.torch_start if isinstance(model, SlideModel) else frozenset()
-    gates = [f"{name}." for name, module in model.named_modules() if isinstance(module, Coefficient | Adapter)]
+    gates = [f"{name}." for name, module in model.named_modules() if isinstance(module, Coefficient | OwnStart)]
     for name, module in model.named_modules():
-        if isinstance(module, SignedGate | Adapter):
+        if isinstance(module, SignedGate | OwnStart):
             module.reset_parameters(stream(seed, name))
         if any(f"{name}.".startswith(gate) for gate in gates):
             continue
@@ -313,7 +322,7 @@ class Arm:
     Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
     the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
     attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it; ``without``: the arm that it is
-    without its gate, if not its base; ``checked``: of another publication's model, what its tests hold it to and what they cannot.
+    without its gate, if not its base, or without what else it adds.
     """
 
     attention: Callable[[Sizes, int], Attention]
@@ -328,7 +337,6 @@ class Arm:
     dense: bool = False
     method: bool = False
     without: str = ""
-    checked: str = ""
 
     images: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
@@ -342,13 +350,19 @@ class Arm:
     @property
     def starts_as(self) -> str:
         """The arm that it equals before training, bit for bit; empty where there is none."""
+        if self.coefficient is None:
+            return self.without
         shut = isinstance(self.coefficient, Gate) and self.coefficient.starts_shut
         return (self.without or self.base) if shut else ""
+
+    @property
+    def kind(self) -> type[SlideTransformer]:
+        return SlideTransformer
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
         blocks = self.blocks(sizes)
         position = None if self.position is None else self.position(sizes.dim)
-        return SlideTransformer(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
+        return self.kind(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
 
     def correction(self, sizes: Sizes) -> GatedSRP | Adapter | None:
         if self.coefficient is None:
@@ -358,28 +372,12 @@ class Arm:
     def blocks(self, sizes: Sizes) -> list[Block]:
         blocks: list[Block] = []
         for number in range(sizes.depth):
-            last = number == sizes.depth - 1
-            attention = self.attention(sizes, number)
+            kind, attention = self.kind.block_kind(number, sizes.depth), self.attention(sizes, number)
             # Two maps share a head: then there are half as many, twice as wide.
-            correction = (
-                self.correction(replace(sizes, num_heads=attention.num_heads)) if self.last or not last else None
-            )
-            kind = LastBlock if last else Block
+            heads = replace(sizes, num_heads=attention.num_heads)
+            correction = self.correction(heads) if self.last or kind.patches else None
             blocks.append(kind(sizes.dim, attention, correction=correction))
         return blocks
-
-
-@dataclass(frozen=True)
-class AdaptedArm(Arm):
-    """Control: where the gates would be, adapters with at least as many weights."""
-
-    @property
-    def starts_as(self) -> str:
-        return self.base
-
-    def correction(self, sizes: Sizes) -> Adapter:
-        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
-        return Adapter(sizes.dim // sizes.num_heads, budget=weights)
 
 
 @dataclass(frozen=True)

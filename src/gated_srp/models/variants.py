@@ -4,6 +4,8 @@ Each is dense; those that have a form through landmarks have it beside them. Sha
 width, C channels.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +22,13 @@ class CogAttention(DenseAttention):
 
     Dense alone: an iteration for the pseudo-inverse of signed landmark weights does not converge in general.
     """
+
+    signed: ClassVar[bool] = True
+    checked: ClassVar[str] = (
+        "A loop over sign(p) softmax(|p|), the form of its authors' code, which keeps the softmax in the first and "
+        "the last block, as here. Dense alone: signed landmark weights have no convergent pseudo-inverse "
+        "iteration."
+    )
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads(x)
@@ -74,6 +83,12 @@ class Integral(FusedAttention):
     divided by sqrt S, which is how it is computed; the published S is 8.
     """
 
+    checked: ClassVar[str] = (
+        "A loop over eight signals, each scaled by its own width, averaged before the softmax. The formula is from "
+        "two texts on the paper, not from its own pages. Signals that meet in one sum are one product: this is "
+        "softmax attention with logits divided by sqrt 8."
+    )
+
     signals = 8
 
     def heads(self, x: Tensor, first: int = 0, last: int = 3) -> tuple[Tensor, ...]:
@@ -102,6 +117,12 @@ class GatedDifferentialAttention(TwoMaps):
 
     The first attention excites, the second inhibits; x_i is the row that enters the attention, lambda_0 = 0.8 in all blocks.
     """
+
+    checked: ClassVar[str] = (
+        "A loop over g A1 - (1 - g) A2, g = sigmoid(W x + b) per token and head, RMSNorm, times 0.2. Of the paper "
+        "its abstract and its reviews could be read: two maps, a sigmoid gate of the token per head, lambda_0 = "
+        "0.8. That the second map is weighed by 1 - g is our reading of 'fused'; its authors' code was not public."
+    )
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads, scale=1 - 0.8)

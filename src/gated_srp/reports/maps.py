@@ -18,7 +18,6 @@ from gated_srp.data.loader import SlideBag
 from gated_srp.data.prepared import Preparation, kept_rows, open_header
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import model_file
-from gated_srp.models.nystrom import DifferentialAttention
 from gated_srp.records import parse_numbers
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, set_gates, trace
@@ -132,7 +131,7 @@ def view_slide(
     with nullcontext() if gates is None else _set_to(gates, model, gated, run):
         logits, layers = _trace(model, bag, mapped, own)
     ungated = partial(_trace_ungated, model, bag, mapped, own) if gated else None
-    signed = tuple(isinstance(getattr(m, "attn", None), DifferentialAttention) for m in traced)
+    signed = tuple(getattr(getattr(m, "attn", None), "signed", False) for m in traced)
     limits = tuple(m.correction.coefficient.largest if isinstance(m.correction, GatedSRP) else 0.0 for m in traced)
     arm = str(trained.card["settings"].get("arm", "model"))
     label = f"{arm}, {model_file(run).resolve().parent.name}"

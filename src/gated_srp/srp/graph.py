@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
-from gated_srp.srp.lattice import floor_cells, infer_stride, near_offsets
+from gated_srp.srp.lattice import floor_cells, infer_stride, near_offsets, window_places
 from gated_srp.srp.projection import chunks, neighbour_mean, neighbour_sum, wide
 
 _FEWEST = 0.1  # mean neighbour count below which a bag of at least _JUDGED patches is refused
@@ -33,6 +33,7 @@ class PatchGraph:
     window: int = 3
     lengths: tuple[int, ...] = (0,)  # patches of each bag
     before: int = 0  # rows without neighbours in front of each bag's patches
+    places: Tensor | None = None  # (E,) uint8, where in a window of up to 15 each neighbour lies: `window_places`
 
     @classmethod
     def from_coords(
@@ -63,6 +64,7 @@ class PatchGraph:
         neighbours, counts = accept(coords, step, window // 2)
         _check_density(counts, coords, step)
         graph = cls(neighbours, _offsets(counts), torch.zeros_like(counts, dtype=torch.float32), window, (len(coords),))
+        graph = graph.with_places(coords, step, lattice)
         return graph if features is None else graph.with_features(features)
 
     @classmethod
@@ -94,12 +96,14 @@ class PatchGraph:
     def _in_line(cls, graphs: Sequence["PatchGraph"], lengths: tuple[int, ...]) -> Self:
         rows = [sum(g.num_rows for g in graphs[:i]) for i in range(len(graphs))]
         starts = [sum(len(g.neighbours) for g in graphs[:i]) for i in range(len(graphs))]
+        places = [g.places for g in graphs if g.places is not None]
         return cls(
             torch.cat([g.neighbours + r for g, r in zip(graphs, rows, strict=True)]),
             torch.cat([graphs[0].offsets[:1], *(g.offsets[1:] + s for g, s in zip(graphs, starts, strict=True))]),
             torch.cat([g.homogeneity for g in graphs]),
             graphs[0].window,
             lengths,
+            places=None if len(places) < len(graphs) else torch.cat(places),
         )
 
     @staticmethod
@@ -156,22 +160,32 @@ class PatchGraph:
     def part(self, rows: slice) -> Self:
         """The lists and h_local of some rows alone; their neighbours are still numbered among all rows."""
         neighbours, offsets = _lists(self.neighbours, self.offsets, rows)
-        return replace(self, neighbours=neighbours, offsets=offsets, homogeneity=self.homogeneity[rows])
+        places = None if self.places is None else _lists(self.places, self.offsets, rows)[0]
+        return replace(self, neighbours=neighbours, offsets=offsets, homogeneity=self.homogeneity[rows], places=places)
 
     def first(self, count: int) -> Self:
         """The graph of the first ``count`` patches of one bag alone: neighbours beyond them are left out."""
         neighbours, offsets = _lists(self.neighbours, self.offsets, slice(0, count))
         inside = neighbours < count  # (E,)
         kept = F.pad(inside.cumsum(0), (1, 0))[offsets]
-        return replace(
-            self, neighbours=neighbours[inside], offsets=kept, homogeneity=self.homogeneity[:count], lengths=(count,)
-        )
+        lists = replace(self, neighbours=neighbours[inside], offsets=kept, homogeneity=self.homogeneity[:count])
+        places = None if self.places is None else self.places[: len(neighbours)][inside]
+        return replace(lists, lengths=(count,), places=places)
 
     def first_rows(self) -> Self:
         """The graph of each bag's first row alone (CLS), which has no neighbours."""
         bags = self.num_bags
         offsets, flat = torch.zeros_like(self.offsets[: bags + 1]), self.homogeneity[:bags] * 0
-        return replace(self, neighbours=self.neighbours[:0], offsets=offsets, homogeneity=flat, lengths=(0,) * bags)
+        none = self.neighbours[:0]
+        return replace(self, neighbours=none, offsets=offsets, homogeneity=flat, lengths=(0,) * bags, places=None)
+
+    def with_places(self, coords: Tensor, stride: float, lattice: str = "floor") -> Self:
+        """The same lists of one bag with each neighbour's place in the window; arguments as in `from_coords`."""
+        if self.window > 15:  # more places than a byte has values
+            return self
+        owners = torch.arange(self.num_rows, device=coords.device).repeat_interleave(self.neighbour_count)  # (E,)
+        places = window_places((owners, self.neighbours), coords, float(stride), self.window, lattice)
+        return replace(self, places=places)
 
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C); features that are not finite are refused."""
@@ -187,8 +201,9 @@ class PatchGraph:
         return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
 
     def to(self, device: torch.device | str) -> Self:
-        tensors = {name: getattr(self, name) for name in ("neighbours", "offsets", "homogeneity")}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        found = {name: getattr(self, name) for name in ("neighbours", "offsets", "homogeneity", "places")}
+        moved = {name: one.to(device, non_blocking=True) for name, one in found.items() if one is not None}
+        return replace(self, **moved)
 
     def patches(self, values: Tensor) -> Tensor:
         """Patch columns alone: (B, H, L) -> (H, N) for one bag, (B, H, longest) for several (shorter bags end in padding)."""

@@ -80,11 +80,16 @@ def _candidates(keys: Tensor, pitch: int, listed: Tensor, radius: int) -> tuple[
     return numbers.repeat_interleave(counts.view(len(keys), -1).sum(1)), found
 
 
-def floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
-    """Lattice `floor`: neighbours are the first patches of the other cells of the window."""
+def _floor(coords: Tensor, stride: float) -> Tensor:
+    """The cell of each patch, (N, 2)."""
     whole = not coords.is_floating_point() and stride.is_integer()
     size = int(stride) if whole else stride
-    cells = torch.div(coords if whole else coords.double(), size, rounding_mode="floor").long()
+    return torch.div(coords if whole else coords.double(), size, rounding_mode="floor").long()
+
+
+def floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
+    """Lattice `floor`: neighbours are the first patches of the other cells of the window."""
+    cells = _floor(coords, stride)
     keys, pitch = _keys(cells, radius)
     order = keys.argsort(stable=True)
     first = F.pad(keys[order].diff() != 0, (1, 0), value=True)  # stable: the first of a run is the cell's first patch
@@ -102,3 +107,18 @@ def near_offsets(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Te
     nearest = steps.round()
     hit = ((steps - nearest).abs() <= 1 / 8).all(1) & (nearest.abs() <= radius).all(1) & (nearest != 0).any(1)
     return found[hit], torch.bincount(rows[hit], minlength=len(cells))
+
+
+def window_places(pairs: tuple[Tensor, Tensor], coords: Tensor, stride: float, window: int, lattice: str) -> Tensor:
+    """Where in the window of its row each neighbour lies, (E,) uint8: (dx + r) n + dy + r with steps dx, dy along x and y, n = 2 r + 1.
+
+    ``pairs``: row and neighbour of each entry, (E,) each, as the lattice found them.
+    """
+    rows, found = pairs
+    if lattice == "floor":
+        cells = _floor(coords, stride)
+        steps = cells[found] - cells[rows]  # (E, 2)
+    else:
+        steps = ((coords[found] - coords[rows]).double() / stride).round().long()
+    dx, dy = (steps + window // 2).unbind(1)
+    return (dx * window + dy).to(torch.uint8)
