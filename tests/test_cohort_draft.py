@@ -113,6 +113,17 @@ def test_two_encoders_are_a_choice_be_it_in_folders_or_in_files(home):
     assert "encoder" not in yaml.safe_load(text)
 
 
+@pytest.mark.parametrize("ending", ["", ".svs"])
+def test_a_table_without_a_header_is_refused(home, ending):
+    """Its first slide would be lost, and a class would become the name of the target."""
+    text = "".join(f"s{i}{ending},p{i // 2},{'ab'[i % 2]}\n" for i in range(6))
+    (home / "bare.csv").write_text(text)
+    with pytest.raises(
+        UserError, match=rf"no header: its first row names the slide 's0{ending}'.*names of the columns"
+    ):
+        draft_cohort(home / "job", home / "bare.csv", home)
+
+
 def test_a_table_that_names_no_file_is_said(home):
     path = table(home, slide_id=[f"x{i}" for i in range(6)], patient=[f"y{i}" for i in range(6)], label=list("ababab"))
     assert "none of its values names a feature file" in draft_cohort(home / "job", path, home / "cohort.yaml").text

@@ -121,6 +121,10 @@ def draft_cohort(
         raise nothing_found(folder)
     frame, notes = read_frame(table, sheet=sheet)
     frame = frame[named_columns(frame)]
+    stems, usual = {slide_stem(path).casefold() for path in files}, id_columns(frame, "slide")
+    if ids := [name for name in frame if slide_stem(name).casefold() in stems and name not in usual]:
+        cure = "Write the names of the columns into a row above the first slide."
+        raise UserError(f"no header: its first row names the slide {ids[0]!r}", where=table, cure=cure, kind="header")
     draft = Draft(out)
     draft.say(f"yaml-language-server: $schema={_schema_of(out).name}")  # relative to the YAML, as editors expect
     given = [target] if isinstance(target, str) else list(target or ())
@@ -215,7 +219,7 @@ def _put_split(draft: Draft, frame: pd.DataFrame, table: Path, home: Path, own: 
     """A split that the table brings along; gives its columns. ``own``: settings that are put later."""
     columns = [] if "split" in own else part_columns(frame)
     if columns:
-        shown = ", ".join(columns[:3]) + (f", ... {columns[-1]}" if len(columns) > 3 else "")
+        shown = ", ".join(columns) if len(columns) < 5 else f"{columns[0]} to {columns[-1]}"
         draft.find("split", relative_path(table, home), f"of the table itself: {shown}")
     if len(columns) > 1 and "folds" not in own:
         draft.suggest("folds", len(columns), "all of them; fold 0 alone if not set")

@@ -210,6 +210,9 @@ def test_the_command_advises_to_exclude_only_where_something_is_left(tmp_path):
     (tmp_path / "feats" / "h5_files" / "s1.h5").write_bytes(b"")
     said = " ".join(CliRunner().invoke(app, ["check", str(path)]).output.split())
     assert "To go on without them: --quarantine broken.txt, then `exclude: broken.txt` in the YAML." in said
+    listed = tmp_path / "q.txt"
+    said = " ".join(CliRunner().invoke(app, ["check", str(path), "--quarantine", str(listed)]).output.split())
+    assert f"To go on without them: `exclude: {listed}` in the YAML." in said and listed.is_file()
     for file in (tmp_path / "feats" / "h5_files").glob("*.h5"):
         file.write_bytes(b"")
     assert "quarantine" not in CliRunner().invoke(app, ["check", str(path)]).output

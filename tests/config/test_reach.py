@@ -72,6 +72,7 @@ def test_what_gates_did_is_told_of_the_last_epoch():
         "mean beta by layer -0.25, +0.00; 20 % of coefficients left the identity (|beta| >= 0.5)"
     )
     assert gates_moved(gates.assign(share_identity=1.0)).endswith("; none left the identity (|beta| >= 0.5)")
+    assert "layer +0.00, +0.00;" in gates_moved(gates.assign(mean=-0.004))  # no -0.00
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from sklearn.metrics import roc_curve
 from study.study_cells import cells, finish
 
@@ -10,7 +12,7 @@ from gated_srp.reports.figures import (
     precision_recall,
     roc,
 )
-from gated_srp.reports.gates import draw_regimes, draw_signed_gate, draw_trajectories, read_gates
+from gated_srp.reports.gates import _draw_arrows, draw_regimes, draw_signed_gate, draw_trajectories, read_gates
 from gated_srp.reports.tables import write_comparison
 from gated_srp.study.comparison import collect, compare_cells
 
@@ -91,6 +93,16 @@ def test_kaplan_meier_splits_the_test_cases_at_the_training_median(tmp_path):
 def test_the_signed_gates_geometry_names_its_regimes(tmp_path):
     text = draw_signed_gate(tmp_path / "gate")[0].read_text()
     assert all(word in text for word in ("β = 1: projection", "β = 2: reflection", "−2c", "−δ", "tanh(ℓ)", "start"))
+
+
+def test_the_arrows_end_where_the_projection_puts_them():
+    """z = y - beta c: what lies along the neighbours' mean is scaled by 1 - beta, what lies across it stays."""
+    axes = Figure().subplots()
+    _draw_arrows(axes)
+    arrows = [(note.xy, note.xyann) for note in axes.texts if isinstance(note, Annotation)]
+    y = next(end for end, start in arrows if start == (0, 0) and end[1] > 0 and end[0] == 0.92)
+    tips = sorted(end for end, start in arrows if start == (0, 0) and end[1] == y[1])
+    assert np.allclose(tips, sorted((y[0] * (1 - beta), y[1]) for beta in (2, 1, 0, -1)))
 
 
 def test_runs_without_gates_have_no_trajectories(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from factories import make_slide, write_trident
 from toy_cohorts import WIDTH, open_config, write_cohort
 
+from gated_srp.checks.check import check
 from gated_srp.errors import UserError
 from gated_srp.training import inputs as inputs_module
 from gated_srp.training.inputs import load_inputs
@@ -102,6 +103,15 @@ def test_headers_are_read_once_per_process_and_again_where_a_file_has_changed(co
     write_trident(config.features[0], slide, make_slide(77, width=WIDTH))
     train(config, seed=44)
     assert seen[16:] == [file]
+
+
+def test_a_cohort_of_one_class_is_refused_in_the_words_of_check(tmp_path):
+    path = write_cohort(tmp_path, slides=16)
+    (tmp_path / "table.csv").write_text((tmp_path / "table.csv").read_text().replace("tumour", "benign"))
+    (error,) = [note for note in check(path).errors if note.kind == "one_class"]
+    with pytest.raises(UserError) as caught:
+        train(path)
+    assert (caught.value.what, caught.value.cure) == (error.what, error.cure) and "of one class, benign" in error.what
 
 
 def test_a_training_part_of_one_class_is_refused_and_one_that_lacks_a_class_is_said(tmp_path):

@@ -192,7 +192,8 @@ def facts_in_words(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     patches = summary["patches"]
     yield (
         "patches",
-        f"{patches['min']:,.0f} to {patches['max']:,.0f} per slide, median {patches['median']:,.0f}; "
+        (f"{patches['min']:,.0f} to " if patches["min"] < patches["max"] else "")
+        + f"{patches['max']:,.0f} per slide, median {patches['median']:,.0f}; "
         f"{patches['total']:,} in all",
     )
     for place, one in enumerate(summary["strides"][:_STRIDES]):

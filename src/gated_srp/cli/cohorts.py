@@ -186,7 +186,7 @@ def check(
     if output is not None:
         write_json(output, found.to_json())
     with console() as page:
-        _show(found, page)
+        _show(found, page, quarantine)
     say_written(path for path in (output, quarantine) if path is not None)
     if not found.ok:
         raise typer.Exit(1)
@@ -260,7 +260,7 @@ def _refuse_incomplete(
 # How `check` shows what it found: a table of facts, then notes by level and kind, then the verdict ------------------------
 
 
-def _show(check: Check, console: Console) -> None:
+def _show(check: Check, console: Console, quarantine: Path | None) -> None:
     """Print a check for a reader who has never seen one."""
     from rich.table import Table
     from rich.text import Text
@@ -286,9 +286,10 @@ def _show(check: Check, console: Console) -> None:
     else:
         console.print(Text(f"Not ready: {counts}. Fix the errors, then check again.", style="bold red"))
         if check.quarantine and check.facts["files"]["usable"]:
-            line = "To go on without them: --quarantine broken.txt, then `exclude: broken.txt` in the YAML."
+            listed, first = quarantine or "broken.txt", "" if quarantine else "--quarantine broken.txt, then "
+            line = f"To go on without them: {first}`exclude: {listed}` in the YAML."
             if "slides" not in check.facts:  # a folder has no YAML
-                line = "To move them away: --quarantine broken.txt, then\n  mkdir broken && xargs -d '\\n' -a broken.txt mv -n -t broken/"
+                line = f"To move them away: {first}\n  mkdir broken && xargs -d '\\n' -a {listed} mv -n -t broken/"
             console.print(line, markup=False, highlight=False)
     if not check.facts["files"]["deep"]:
         console.print("The feature values were not read; --deep looks for NaN, infinity and damage in them.")

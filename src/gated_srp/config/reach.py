@@ -105,7 +105,7 @@ def gate_reach(config: CohortConfig, bags: int, row: str) -> Reach | None:
 def gates_moved(gates: pd.DataFrame) -> str:
     """What gates.csv says of the last epoch, in words."""
     last = gates[gates["epoch"] == gates["epoch"].max()]
-    by_layer = ", ".join(f"{mean:+.2f}" for mean in last["mean"])
+    by_layer = ", ".join(f"{round(mean, 2) + 0.0:+.2f}" for mean in last["mean"])
     left = 100 * (1 - float(last["share_identity"].mean()))
     share = f"{left:.0f} % of coefficients" if left >= 0.5 else "none"
     return f"mean beta by layer {by_layer}; {share} left the identity (|beta| >= {OUTSIDE:g})"

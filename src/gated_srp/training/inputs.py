@@ -153,7 +153,11 @@ def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> list[N
             where=data.config.name,
             cure="Add slides or files, or give your own `split`.",
         )
-    lacking = list(data.table.kind.lacks(slides[slides["part"] == "train"], data.table.classes, "train"))
+    kind, classes = data.table.kind, data.table.classes
+    for note in kind.scarce(slides, classes):
+        if note.level == "error":
+            raise UserError(note.what, where=data.config.name, cure=note.cure, kind=note.kind)
+    lacking = list(kind.lacks(slides[slides["part"] == "train"], classes, "train"))
     for note in lacking:
         if note.level == "error":
             cure = "Add slides or files, another seed, or give your own `split`."
