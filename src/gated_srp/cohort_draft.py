@@ -122,9 +122,9 @@ def draft_cohort(
     frame, notes = read_frame(table, sheet=sheet)
     frame = frame[named_columns(frame)]
     stems, usual = {slide_stem(path).casefold() for path in files}, id_columns(frame, "slide")
-    if ids := [name for name in frame if slide_stem(name).casefold() in stems and name not in usual]:
+    if slide := [name for name in named_columns(frame) if slide_stem(name).casefold() in stems and name not in usual]:
         cure = "Write the names of the columns into a row above the first slide."
-        raise UserError(f"no header: its first row names the slide {ids[0]!r}", where=table, cure=cure, kind="header")
+        raise UserError(f"no header: its first row names the slide {slide[0]!r}", where=table, cure=cure, kind="header")
     draft = Draft(out)
     draft.say(f"yaml-language-server: $schema={_schema_of(out).name}")  # relative to the YAML, as editors expect
     given = [target] if isinstance(target, str) else list(target or ())
