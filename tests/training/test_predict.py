@@ -1,6 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -272,7 +273,7 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path):
 def test_a_run_that_cannot_predict_says_why(tmp_path):
     with pytest.raises(UserError, match=r"format 99, this version reads up to 1\. Update gated-srp"):
         open_runs([model_file(tmp_path / "new.safetensors", format=99)])
-    with pytest.raises(UserError, match=r"bare\.safetensors: this model's card names no task"):
+    with pytest.raises(UserError, match=r"bare\.safetensors: this model's card names no task.*--classes A,B,C`\.$"):
         open_runs([model_file(tmp_path / "bare.safetensors") and _without_task(tmp_path / "bare.safetensors")])
     (tmp_path / "runs/seed42").mkdir(parents=True)
     (tmp_path / "runs/seed42/config.yaml").touch()
@@ -389,6 +390,17 @@ def test_nothing_is_written_when_nothing_can_be_predicted(tmp_path):
     result = command(model, tmp_path / "f", "-o", tmp_path / "p.csv", "--workers", 0)
     assert isinstance(result.exception, UserError) and not (tmp_path / "p.csv").exists()
     assert "no slide of 1 can be predicted; nothing was written" in str(result.exception)
+
+
+def test_a_reason_that_all_files_share_is_said_once(tmp_path):
+    """It names each slide's own files of positions."""
+    for file in write_slides(tmp_path / "f", 7):
+        with h5py.File(file, "a") as content:
+            del content["coords"]
+    for patches in (tmp_path / "f").rglob("*_patches.h5"):
+        patches.unlink()
+    said = str(command(model_file(tmp_path / "m.safetensors"), tmp_path / "f", "--workers", 0).exception)
+    assert said.count("e.g.") == 1 and "  7 x, e.g. " in said and "--coords" in said
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):

@@ -75,8 +75,6 @@ def named_task(settings: Mapping[str, Any]) -> type[Task] | None:
 def task_from_card(card: Mapping[str, Any]) -> Task:
     """The task that a model's card describes."""
     if not card.get("task"):
-        raise UserError(
-            "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names. "
-            "A converted model gets them from `gated-srp convert --classes A,B,C`."
-        )
+        what = "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names"
+        raise UserError(what, cure="A converted model gets them from `gated-srp convert --classes A,B,C`.")
     return find_task(card["task"]).from_card(card)

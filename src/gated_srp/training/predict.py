@@ -352,11 +352,15 @@ class _Collected:
 
 
 def _none_left(skipped: pd.DataFrame) -> UserError:
-    reasons = skipped["problem"].value_counts(sort=False)
-    listed = "\n".join(
-        f"  {count} x, e.g. {skipped.loc[skipped['problem'] == problem, 'file'].iloc[0]}: {problem}"
-        for problem, count in reasons.head(5).items()
+    """Reasons that differ in the slide's name alone are one."""
+    from gated_srp.data.files.stride import unnamed_source
+
+    kinds = [unnamed_source(Path(file), text) for file, text in zip(skipped["file"], skipped["problem"], strict=True)]
+    reasons = (
+        skipped.assign(times=1).groupby(kinds, sort=False).agg({"file": "first", "problem": "first", "times": "sum"})
     )
+    shown = reasons.head(5).itertuples(index=False)
+    listed = "\n".join(f"  {one.times} x, e.g. {one.file}: {one.problem}" for one in shown)
     more = f"\n  and {counted(len(reasons) - 5, 'other reason')}" if len(reasons) > 5 else ""
     return UserError(f"no slide of {len(skipped)} can be predicted; nothing was written.\n{listed}{more}")
 

@@ -173,6 +173,16 @@ def test_hue_agrees_with_the_standard_librarys_hsv(shift):
             np.testing.assert_allclose(found[y, x], expected, atol=0.04)  # hue and saturation are bytes, too
 
 
+@pytest.mark.parametrize("shift", [0.05, -0.05, 0.031, 0.0])
+def test_hue_moves_by_whole_bytes_and_wraps(shift):
+    """As on 8-bit images: the shift is cut to a byte of 255 to the circle, and bytes wrap."""
+    image = Image.fromarray(byte_noise(9, 8, 3, seed=5).numpy())
+    hsv = np.array(image.convert("HSV"))
+    hsv[..., 0] += np.array(int(shift * 255)).astype(np.uint8)
+    expected = Image.fromarray(hsv, "HSV").convert("RGB")
+    assert np.array_equal(np.asarray(with_hue(image, shift)), np.asarray(expected))
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "said"),
     [

@@ -92,7 +92,7 @@ def read_positions(
         "no_coords",
         f"no '{coords_key or 'coords'}' (found: {', '.join(names) or 'nothing'}), and no positions beside it "
         f"({stem}.index.npz, h5_files/{stem}.h5, patches/{stem}_patches.h5, patches/{stem}.h5)",
-        "Gated SRP needs patch positions; name their folder with `coords`, the key with coords_key, or extract again.",
+        "Gated SRP needs patch positions; name their folder with `coords` (--coords), the key with coords_key, or extract again.",
     )
 
 
