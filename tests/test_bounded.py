@@ -202,6 +202,23 @@ def test_a_missing_chunk_of_zarr_is_an_error_and_not_zeros(folder):
     assert (caught.value.kind, caught.value.path) == ("truncated", folder)
 
 
+@pytest.mark.parametrize("place", ["end", "start"])
+def test_a_chunk_that_a_shard_of_zarr_lacks_is_an_error_and_not_zeros(folder, place):
+    """As a writer leaves it that was killed in the middle of a shard."""
+    zarr = pytest.importorskip("zarr")
+    del (group := zarr.open_group(str(folder), mode="a"))["features"]
+    shards = {"shape": (6, 6), "index_location": place}
+    array = group.create_array("features", shape=(8, 6), dtype="f4", chunks=(2, 6), shards=shards)
+    array[:2] = array[6:] = 1.0
+    with pytest.raises(BagError, match="lacks 2 of its 4 chunks"):
+        read_bag(folder)
+    array[2:6] = 2.0
+    assert read_bag(folder).features[:, 0].tolist() == [1, 1, 2, 2, 2, 2, 1, 1]
+    next((folder / "features").glob("c/1/*")).write_bytes(b"cut")
+    with pytest.raises(BagError, match="cut short"):
+        read_bag(folder)
+
+
 @pytest.mark.parametrize("name", ["features", "coordinates"])
 def test_a_zarr_of_a_million_million_rows_is_refused_at_once(folder, name):
     note = folder / name / "zarr.json"

@@ -92,7 +92,8 @@ def _zarr(folder: Path) -> Iterator[Path]:
     slide = make_slide(columns=4, rows=3, width=6)
     for number, version in enumerate((2, 3)):
         group = zarr.open_group(str(folder / str(number) / "s.zarr"), mode="w", zarr_format=version)
-        group.create_array("features", data=slide.features, chunks=(4, 6))
+        shards = {"shards": (8, 6)} if version == 3 else {}
+        group.create_array("features", data=slide.features, chunks=(4, 6), **shards)
         corners = slide.cells * 512
         group.create_array("coordinates", data=np.concatenate([corners, corners + 512], 1), chunks=(4, 4))
         yield folder / str(number) / "s.zarr"

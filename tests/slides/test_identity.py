@@ -16,7 +16,8 @@ from images import mean_colour, picture, write_slide
 from gated_srp.data import read_bag
 from gated_srp.errors import UserError
 from gated_srp.slides.extract import Extraction, extract_slides
-from gated_srp.slides.store import AtlasPatch, Trident
+from gated_srp.slides.reader import SlideInfo
+from gated_srp.slides.store import AtlasPatch, Trident, identity, refuse_other_slide
 from gated_srp.slides.tiles import Tiling
 
 PIECE = [(64, 64, 256, 192)]
@@ -46,6 +47,19 @@ def test_another_slide_of_the_same_name_is_refused_and_both_are_named(tmp_path, 
     assert str(first.resolve()) in str(error.value) and str(second.resolve()) in str(error.value)
     assert error.value.where.endswith("a.h5") and "Choose another -o" in error.value.cure
     assert _file(settings, first).read_bytes() == before
+
+
+def test_another_slide_of_the_same_name_bytes_and_levels_is_known_by_its_content(tmp_path):
+    known = []
+    for seed in (0, 1):
+        path = tmp_path / str(seed) / "a.svs"
+        path.parent.mkdir()
+        path.write_bytes(np.random.default_rng(seed).bytes(300_000))
+        known.append(identity(SlideInfo(path, (400, 320), (1.0, 4.0), 0.5, 20.0)))
+    assert [known[0][key] == known[1][key] for key in ("bytes", "levels", "size", "blocks")] == [True] * 3 + [False]
+    with pytest.raises(UserError, match="holds the features of another slide"):
+        refuse_other_slide(tmp_path / "a.h5", known[0], known[1])
+    refuse_other_slide(tmp_path / "a.h5", known[0], {**known[0], "path": "/elsewhere/a.svs"})
 
 
 def test_a_slide_that_was_moved_or_copied_is_the_same_slide(tmp_path):
