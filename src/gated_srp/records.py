@@ -186,13 +186,21 @@ class Comparison(Record):
     quick: str | None = None
 
 
+class Finding(Record):
+    """A remark of `check`"""
+
+    severity: str
+    what: str
+    cure: str
+
+
 class Check(Record):
     """What `check --json` wrote"""
 
     name: str = ""
     must_fix: bool | int = False
     summary: dict[str, Any] = {}
-    findings: list[dict[str, Any]] = []
+    findings: list[Finding] = []
 
 
 def read_record(path: Path, record: type[Record], *, cure: str) -> dict[str, Any]:

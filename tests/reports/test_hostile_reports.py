@@ -42,6 +42,7 @@ def study(tmp_path_factory) -> Path:
         ),
         ("check.json", lambda found: found | {"summary": []}),
         ("check.json", lambda found: found | {"findings": [1]}),
+        ("check.json", lambda found: found | {"findings": [{"severity": "note", "cure": ""}]}),
         ("comparison/comparison.json", lambda found: 3),
     ],
 )

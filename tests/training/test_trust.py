@@ -91,6 +91,19 @@ def test_a_run_of_an_older_version_goes_on_and_says_once_that_its_files_could_no
     assert (run / "log.txt").read_text().count("begun by a version that kept no fingerprints") == 1
 
 
+@pytest.mark.parametrize(("seconds", "saved"), [(0.0, True), (1e9, False)])
+def test_save_every_says_how_often_a_state_is_saved_within_an_epoch(own, monkeypatch, seconds, saved):
+    window, bags = RunCallbacks.window, []
+
+    def look(self, training):
+        window(self, training)
+        bags.append(load_checkpoint(self.run.state).progress.bags)
+
+    monkeypatch.setattr(RunCallbacks, "window", look)
+    train(own, arm="gated_srp", seed=42, save_every=seconds)
+    assert (bags[0] > 0) is saved
+
+
 # Two at once ----------------------------------------------------------------------------------------------------------
 
 

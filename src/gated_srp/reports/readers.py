@@ -239,11 +239,12 @@ def _chosen(path: Path, found: _Answers, key: _Key) -> dict[int, int]:
     votes: dict[int, int] = {}
     for one in found.answers:
         if not 0 <= one.pair < len(key.pairs) or one.pair in votes:
-            raise UserError(f"pair {one.pair} is unknown or answered twice", where=path)
+            what = f"pair {one.pair} is unknown or answered twice"
+            raise UserError(what, where=path, cure="Use the file as the page saved it, with the key of that page.")
         left = key.pairs[one.pair].left
         votes[one.pair] = {"left": left, "right": 1 - left, "none": -1}[one.choice]
     if not votes:
-        raise UserError("no pair is answered", where=path)
+        raise UserError("no pair is answered", where=path, cure="Leave it out, or have its reader answer.")
     return votes
 
 
