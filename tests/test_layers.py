@@ -31,6 +31,7 @@ LAYERS = {
     "study/__init__": 9,  # its names are resolved on first use
     "study/comparison": 9,  # the flows: they run a study and write its report
     "study/cross_validation": 9,
+    "study/prediction_comparison": 9,
     "study/tuning": 9,
     "study/reproduction": 9,
     "demo": 10,

@@ -137,3 +137,15 @@ def test_the_command_trains_what_is_missing_and_prints_the_table(cohort, tmp_pat
     assert "2 folds by patient, seed 42, scored by slide; 95 % intervals over 5 draws of 12 patients." in shown.output
     table = pd.read_csv(tmp_path / "toy" / "crossval" / "predictions_case.csv")
     assert sorted(table["case"]) == [f"p{i:03d}" for i in range(12)]
+    for fold in range(2):  # as STAMP's crossval leaves its own
+        stamp = pd.read_csv(tmp_path / "toy" / "crossval" / "stamp" / "na" / f"split-{fold}" / "patient-preds.csv")
+        own = table[table["fold"] == fold].set_index("case")
+        assert stamp.columns.tolist() == ["PATIENT", "label", "pred", "label_benign", "label_tumour", "loss"]
+        assert stamp["label_tumour"].tolist() == own.loc[stamp["PATIENT"], "prob_tumour"].tolist()
+        assert stamp["loss"].tolist() == pytest.approx(
+            [-math.log(row[f"label_{row['label']}"]) for row in stamp.to_dict("records")]
+        )
+    found = gated_srp.predict(tmp_path / "toy" / "na" / "seed42_fold0", cohort.parent / "feats", workers=0)
+    found.write(tmp_path / "patient-preds.csv", "stamp")  # patients are not known here: a slide is one
+    said = pd.read_csv(tmp_path / "patient-preds.csv").set_index("PATIENT")
+    assert said["label_tumour"].to_dict() == pytest.approx(found.table.set_index("slide")["prob_tumour"].to_dict())

@@ -1,7 +1,7 @@
 """Commands that make and use single runs and model files: train, predict, evaluate, convert."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -73,6 +73,10 @@ def predict(
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
+    layout: Annotated[
+        Literal["stamp"] | None,
+        Option("--format", help="Write patients with the columns of STAMP's patient-preds.csv."),
+    ] = None,
 ) -> None:
     """Predict slides without labels: probabilities, raw and calibrated, or risk and survival."""
     from gated_srp.training.predict import files_for
@@ -104,7 +108,7 @@ def predict(
     say(f"{counted(len(rows), what)} predicted by {by}, {len(found.skipped)} skipped, {len(far)} unlike training")
     for line in found.summary():
         say(line)
-    say_written(found.write(output))
+    say_written(found.write(output, layout))
 
 
 def evaluate(

@@ -208,8 +208,15 @@ def reproduce(
 
 
 def stats(
-    results: Annotated[Path, Argument(help="A table with the columns cohort, arm, seed, metric, value.")],
-    reference: Annotated[str, Option("--reference", "-r", help="The arm that others are compared with.")] = "na",
+    results: Annotated[
+        list[Path],
+        Argument(
+            help="A table with the columns cohort, arm, seed, metric, value; or predictions of any tool, a table per model."
+        ),
+    ],
+    reference: Annotated[
+        str, Option("--reference", "-r", help="The arm, or the name of the table, that others are compared with.")
+    ] = "na",
     json: Annotated[Path | None, Option(help="Also write everything to this file.")] = None,
     ratio: Annotated[float | None, Option(min=0.0, help="Test set over training set; 0.2 / 0.7 if unknown.")] = None,
     lower: Annotated[list[str] | None, Option(help="A metric of which less is better; repeatable.")] = None,
@@ -221,7 +228,7 @@ def stats(
     import gated_srp
 
     found = gated_srp.stats(
-        results,
+        results[0] if len(results) == 1 else results,
         reference=reference,
         ratio=ratio,
         lower_is_better=lower or (),

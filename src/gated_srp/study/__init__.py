@@ -10,6 +10,7 @@ _HOMES = {
     **dict.fromkeys(("CompareResult", "compare", "stats"), "comparison"),
     **dict.fromkeys(("CrossvalResult", "crossval"), "cross_validation"),
     **dict.fromkeys(("Cost", "Declined"), "engine"),
+    "PredictionComparison": "prediction_comparison",
     **dict.fromkeys(("ReproduceResult", "reproduce"), "reproduction"),
     **dict.fromkeys(("Comparison", "Difference"), "results"),
     **dict.fromkeys(("TuneResult", "tune"), "tuning"),

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from gated_srp.data.columns import plain
+from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import UserError
 from gated_srp.progress import Progress, silent
 from gated_srp.study.results import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from gated_srp.config.cohort import CohortConfig
     from gated_srp.study.cells import Cell
     from gated_srp.study.engine import Cost, EngineName
+    from gated_srp.study.prediction_comparison import PredictionComparison
 
 
 # The flows -----------------------------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ def compare(
 
 
 def stats(
-    results: str | Path | pd.DataFrame,
+    results: str | Path | pd.DataFrame | Sequence[str | Path] | Mapping[str, pd.DataFrame],
     *,
     reference: str = "na",
     ratio: float | None = None,
@@ -157,19 +160,21 @@ def stats(
     runs: str | Path | None = None,
     repeats: int = 1000,
     margin: float = MARGIN,
-) -> Comparison:
+) -> Comparison | PredictionComparison:
     """Say what paired results from anywhere show, and no more: intervals, tests, power, verdicts in words.
 
     Args:
-        results: a table (or its file) with the columns cohort, arm, seed, metric, value.
-        reference: the arm that others are compared with.
+        results: a table (or its file) with the columns cohort, arm, seed, metric, value; or files of predictions of any tool on the
+            same patients (or tables by name), one per model: ours, STAMP's and CLAM's as they are.
+        reference: the arm that others are compared with; of predictions the first, where none is called so.
         ratio: size of the test set over that of the training set, for the corrected test; from ``runs``, else 0.2 / 0.7.
         lower_is_better: metrics of which less is better, beside the usual ones (loss, Brier score, ...).
         runs: run folders COHORT/ARM/seed42 whose patients are resampled ``repeats`` times.
         margin: by how much worse than the reference an arm may not be shown to be, for "no worse".
 
     Returns:
-        All differences; ``print`` shows the verdicts, ``.table`` is a data frame.
+        All differences; ``print`` shows the verdicts, ``.table`` is a data frame. Of predictions: metrics with intervals over resampled
+        patients, paired differences, and DeLong's test for AUC with the slides of a patient clustered.
 
     Example:
         >>> rows = [("A", arm, seed, "auc", value + seed / 100) for arm, value in (("na", 0.7), ("srp", 0.8)) for seed in (1, 2)]
@@ -177,6 +182,12 @@ def stats(
         >>> found.table["verdict"][0]
         'the same difference, +0.1000, in both seeds: no spread, hence no interval and no claim'
     """
+    if isinstance(results, str | Path):
+        results = results if _of_metrics(Path(results)) else [results]
+    if not isinstance(results, str | Path | pd.DataFrame):
+        from gated_srp.study.prediction_comparison import compare_predictions
+
+        return compare_predictions(results, reference=reference, repeats=repeats)
     frame, notes = read_results(results)
     lower = LOWER_IS_BETTER | set(lower_is_better)
     if ratio is None and runs is not None:
@@ -189,6 +200,16 @@ def stats(
         return found
     root = Path(runs)
     return _with_bootstrap(found, lambda cohort, arm: _pairs(root / cohort, arm, found.reference), repeats)
+
+
+def _of_metrics(path: Path) -> bool:
+    """Whether a file has rows of metrics rather than of predictions; one that has neither is for the former to refuse."""
+    if path.is_dir():
+        return False
+    columns = {plain(str(name)) for name in read_frame(path)[0]}
+    return bool({"metric", "seed"} & columns) or not any(
+        name.startswith(("prob", "p_", "pred", "risk", "y_")) for name in columns
+    )
 
 
 # From finished cells to a comparison ---------------------------------------------------------------------------------

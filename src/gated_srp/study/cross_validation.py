@@ -297,9 +297,10 @@ def _interval(value: float, low: float, high: float, sign: str = "") -> str:
 def _written(
     found: CrossvalResult, cells: Sequence[Cell], arms: Sequence[str], facts: Mapping[str, Any]
 ) -> CrossvalResult:
-    """README.md, tables as CSV, everything as crossval.json; predictions also at the level that does not score."""
+    """README.md, tables as CSV, everything as crossval.json; predictions also at the level that does not score, and in STAMP's form."""
     from dataclasses import replace
 
+    from gated_srp.data.prediction_tables import stamp_table
     from gated_srp.records import csv_text
     from gated_srp.training.folder import defined
 
@@ -326,6 +327,11 @@ def _written(
         *map(csv_text, tables.values()),
         json.dumps(defined(content), indent=2, allow_nan=False) + "\n",
     ]
+    if "predictions_case" in tables:  # as STAMP's crossval leaves them
+        target = cells[0].config.target
+        for (arm, fold), part in tables["predictions_case"].groupby(["arm", "fold"]):
+            files.append(found.folder / "stamp" / str(arm) / f"split-{fold}" / "patient-preds.csv")
+            texts.append(csv_text(stamp_table(part, target if isinstance(target, str) else "label")))
     for path, text in zip(files, texts, strict=True):
         write_whole(path, text)
     return replace(found, files=tuple(files))

@@ -99,8 +99,23 @@ class Difference:
         return row | {name: getattr(self, name) for name in more}
 
 
+class InWords:
+    """Says what it shows: ``verdict``, and ``print``."""
+
+    @property
+    def verdict(self) -> str:
+        """What the differences show, in words."""
+        return "\n".join(self._lines())
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def _lines(self) -> Iterator[str]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(InWords):
     """All arms against one reference. Holm's families are the differences ``cohorts`` and ``across``.
 
     In a notebook it shows itself as its ``table``; ``print(comparison)`` gives the verdicts in words.
@@ -133,14 +148,6 @@ class Comparison:
         ]
         names = "cohort arm metric mean reference difference low high n p_holm verdict no_worse"
         return pd.DataFrame(rows, columns=names.split())
-
-    @property
-    def verdict(self) -> str:
-        """What the differences show, in words."""
-        return "\n".join(self._lines())
-
-    def __str__(self) -> str:
-        return self.verdict
 
     def _repr_html_(self) -> str:
         return f"<p>against {self.reference}</p>{html(self.table)}"

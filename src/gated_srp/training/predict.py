@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
@@ -72,15 +72,24 @@ class Predictions:
         """What the table says at a glance."""
         return self.task.summary(self.table)
 
-    def write(self, path: str | Path) -> list[Path]:
-        """The table, and beside it NAME_skipped.csv if a slide was skipped; gives the files that were written."""
+    def stamp(self, target: str = "label") -> pd.DataFrame:
+        """One row per patient with STAMP's columns; a slide of an unknown patient is one of its own."""
+        from gated_srp.data.prediction_tables import stamp_table
+
+        known = self.table["case"].fillna("").astype(str)
+        return stamp_table(
+            self.task.by_case(self.table.assign(case=known.where(known != "", self.table["slide"]))), target
+        )
+
+    def write(self, path: str | Path, layout: Literal["stamp"] | None = None) -> list[Path]:
+        """The table, and beside it NAME_skipped.csv if a slide was skipped; gives the files that were written. ``layout``: as another tool's."""
         path = Path(path)
         beside = path.with_name(f"{path.stem}_skipped.csv")
         written = [path]
         if len(self.skipped) or beside.exists():  # a list of an earlier prediction would mislead
             write_whole(beside, csv_text(self.skipped))
             written.append(beside)
-        write_whole(path, csv_text(self.table))
+        write_whole(path, csv_text(self.stamp() if layout else self.table))
         return written
 
     def _repr_html_(self) -> str:
