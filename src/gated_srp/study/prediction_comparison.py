@@ -12,7 +12,7 @@ import pandas as pd
 
 from gated_srp.data.prediction_tables import distinct_names, read_any_predictions
 from gated_srp.errors import Note, UserError, counted
-from gated_srp.study.results import LOWER_IS_BETTER, InWords, html
+from gated_srp.study.results import LOWER_IS_BETTER, REFERENCE, InWords, html
 from gated_srp.study.statistics import Bootstrap, compare_areas, holm, paired_bootstrap
 
 _KEYS = ("fold", "slide", "case")
@@ -70,14 +70,14 @@ class PredictionComparison(InWords):
 
 
 def compare_predictions(
-    tables: Sequence[str | Path] | Mapping[str, pd.DataFrame], *, reference: str = "na", repeats: int = 1000
+    tables: Sequence[str | Path] | Mapping[str, pd.DataFrame], *, reference: str = REFERENCE, repeats: int = 1000
 ) -> PredictionComparison:
     """Compare tables of predictions of the same patients. See `gated_srp.stats`."""
     from gated_srp.training.evaluate import bootstrap
 
     arms, notes = _arms(tables)
     if reference not in arms:
-        if reference != "na":  # which nobody asked for
+        if reference != REFERENCE:  # which nobody asked for
             cure = f"Name one of them: {', '.join(arms)}."
             raise UserError(f"{reference!r} is none of the tables", where="reference", cure=cure)
         reference = next(iter(arms))

@@ -17,6 +17,7 @@ from gated_srp.errors import UserError, counted
 from gated_srp.records import parse_numbers
 from gated_srp.study.statistics import LEVEL, MARGIN, RATIO, Bootstrap, Paired, TTest, holm, paired, t_shifted
 
+REFERENCE = "na"  # the arm that others are compared with unless another is named
 COLUMNS = ("cohort", "arm", "seed", "metric", "value")
 LOWER_IS_BETTER = frozenset(
     {
