@@ -19,7 +19,9 @@ from gated_srp.models import load_card
 from gated_srp.reports.heatmap import heatmap
 from gated_srp.training.evaluate import evaluate
 from gated_srp.training.predict import predict
+from gated_srp.training.seen import external_validation, refuse_seen
 from gated_srp.training.train import train
+from gated_srp.training.trained import TrainedRun
 
 PARTS = ("train", "train", "val", "val", "test", "test")
 
@@ -121,7 +123,11 @@ def test_evaluation_on_slides_or_patients_of_the_training_is_refused_unless_allo
     assert found.slides.set_index("slide").loc["new5.svs", "seen_in_training"] == "validation patient"
     result = command(run.path, cohort, "-o", tmp_path / "e", "--repeats", 2, "--allow-overlap")
     assert result.exit_code == 0 and "NOT AN EXTERNAL VALIDATION: 2 of 8 slides" in result.output.replace("\n", " ")
-    assert "no external validation" in " ".join(json.loads((tmp_path / "e/evaluation.json").read_text())["notes"])
+    written = json.loads((tmp_path / "e/evaluation.json").read_text())
+    assert "no external validation" in " ".join(written["notes"])
+    assert written["external_validation"] is False
+    assert written["validation"] == found.external[1] and found.external[1] in found._repr_html_()
+    assert found.external[1].startswith("NOT AN EXTERNAL VALIDATION: 2 of 8 slides are known to the model")
 
 
 def test_strangers_and_its_own_test_patients_are_external(run, tmp_path):
@@ -130,6 +136,19 @@ def test_strangers_and_its_own_test_patients_are_external(run, tmp_path):
     table[table["case"] != "p2"].to_csv(tmp_path / "table.csv", index=False)
     found = evaluate(run.path, tmp_path / "cohort.yaml", repeats=2)
     assert found.as_json()["overlap"] == {} and found.slides["seen_in_training"].eq("").all()
+    assert found.as_json()["external_validation"] is True and "no slide or patient" in found._repr_html_()
+
+
+def test_one_function_refuses_or_says_it_for_whoever_scores_slides(run, tmp_path):
+    seen = TrainedRun.open(run.path).seen
+    rows = pd.DataFrame({"slide": ["s0", "x"], "case": ["p0", "y"], "file": ["s0.h5", "x.h5"]})
+    with pytest.raises(
+        UserError, match="1 of 2 slides is known to the model: 1 training slide, so this is no external"
+    ):
+        refuse_seen(seen, rows, where="cohort")
+    assert [note.kind for note in refuse_seen(seen, rows, where="cohort", allowed=True)] == ["seen_in_training"]
+    assert refuse_seen(seen, rows.tail(1), where="cohort") == ()
+    assert external_validation(None, [""])[0] is None
 
 
 def test_a_card_without_hashes_is_read_and_what_cannot_be_told_is_said_once(tmp_path):

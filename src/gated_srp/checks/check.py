@@ -157,6 +157,7 @@ def _check_cohort(
         broken = [file.path for file in facts if not file.usable]
         trouble += [*errors, *found_by.of_matches(data.matches, config.slide), *found_by.of_table(data.table)]
         trouble += [note for note in data.left_out if note not in trouble]
+        trouble += found_by.of_tcga(data.table, by_site=bool(config.folds and config.folds.by == "site"))
         usable = [slide for slide, path in data.matches.found.items() if path not in set(broken)]
         if usable:
             used = data.table.frame[data.table.frame["slide"].isin(usable)]

@@ -11,7 +11,7 @@ from typing import Any
 from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
 from gated_srp.data.files.siblings import is_known, may_be_same
-from gated_srp.data.matching import Matches, several_files
+from gated_srp.data.matching import Matches, several_files, tcga_section
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Level, Note, UserError, counted
@@ -138,6 +138,26 @@ def of_table(table: Table) -> Iterator[Note]:
             f"{counted(len(table.dropped), 'row')} of the table {'was' if len(table.dropped) == 1 else 'were'} dropped"
         )
         yield Note("warning", "dropped_rows", what, table.dropped, "Fill in what they lack, or leave them out.")
+
+
+def of_tcga(table: Table, *, by_site: bool) -> Iterator[Note]:
+    """Slides that a TCGA barcode calls frozen or normal, and the sites that a split mixes. ``by_site``: it does not."""
+    kinds = {str(slide): found for slide in table.frame["slide"] if (found := tcga_section(slide))}
+    if frozen := {slide: kind for slide, (_, kind) in kinds.items() if kind != "DX"}:
+        tally = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(frozen.values()).items()))
+        what = f"not diagnostic but frozen sections: {len(frozen)} of {counted(len(kinds), 'TCGA slide')} ({tally}; DX is diagnostic)"
+        cure = "Leave them out with `exclude`, unless frozen tissue is meant; the two look different."
+        yield Note("warning", "not_diagnostic", what, tuple(frozen), cure)
+    if normal := [slide for slide, (sample, _) in kinds.items() if 10 <= int(sample) < 20]:
+        what = f"normal tissue by the barcode (sample types 10 to 19): {len(normal)} of {counted(len(kinds), 'TCGA slide')}"
+        yield Note(
+            "warning", "normal_tissue", what, tuple(normal), "Leave them out with `exclude`, unless they are meant."
+        )
+    sites = table.frame["site"].nunique() if "site" in table.frame else 1
+    if kinds and sites > 1 and not by_site:
+        what = f"the slides come from {counted(sites, 'tissue source site')}, and splits mix them: a model may recognise the site"
+        cure = "`folds: {number: 5, by: site}` keeps each site in one part; without it say so beside the result."
+        yield Note("note", "site", what, ("site",), cure)
 
 
 def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Path]) -> Iterator[Note]:

@@ -137,15 +137,12 @@ def evaluate(
 
 
 def _report(found: "Evaluation") -> list[str]:
-    from gated_srp.training.seen import overlap_in_words
-
     lines = [
         f"\n{found.run.path} on {found.cohort}: {counted(len(found.slides), 'slide')} of {counted(found.patients, 'patient')}, "
         f"scored by {found.score}",
         f"  {'metric':<20}{'value':>8}   95 % interval",
     ]
-    if words := overlap_in_words(list(found.slides["seen_in_training"])):
-        lines.insert(1, f"  NOT AN EXTERNAL VALIDATION: {words}")
+    lines.insert(1, f"  {found.external[1]}")
     for row in found.metrics.to_dict("records"):
         name = f"  {row['metric']:<20}"
         if row["value"] != row["value"]:

@@ -22,6 +22,7 @@ from gated_srp.errors import Note, UserError, counted
 SLIDE_ENDINGS = (*SLIDE_IMAGES, ".png", ".jpg", ".jpeg")
 _NUMBERS = {2: "two", 3: "three"}
 _BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
+_SECTION = re.compile(_BARCODE.pattern + r"-(\d\d)[A-Z]-\d\d-(DX|TS|BS|MS)", re.IGNORECASE)
 Claims = dict[str, tuple[Path, ...]]  # slides and the files that fit
 
 
@@ -75,6 +76,16 @@ def tcga_patient(name: str | Path) -> str | None:
     """
     stem = slide_stem(name)
     return stem[:12].upper() if _BARCODE.match(stem) else None
+
+
+def tcga_section(name: str | Path) -> tuple[str, str] | None:
+    """Sample type and section that a TCGA barcode names: DX is diagnostic (paraffin), TS, BS and MS are frozen; samples 10 to 19 are normal.
+
+    >>> tcga_section("TCGA-3Z-A93Z-01Z-00-DX1.79F4D1A6.svs"), tcga_section("TCGA-3Z-A93Z-11A-01-TS1")
+    (('01', 'DX'), ('11', 'TS'))
+    """
+    found = _SECTION.match(slide_stem(name))
+    return (found[1], found[2].upper()) if found else None
 
 
 def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:

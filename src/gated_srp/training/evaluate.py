@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from gated_srp.tasks import Task
 from gated_srp.tasks.task import Findings, Level
 from gated_srp.training.folder import defined
 from gated_srp.training.predict import run_models, seen_by
-from gated_srp.training.seen import compare_with_training
+from gated_srp.training.seen import external_validation, refuse_seen
 from gated_srp.training.trained import TrainedRun
 
 LEVEL = 0.05
@@ -56,6 +57,11 @@ class Evaluation:
         """What to say beside metrics, by metric."""
         return self.run.task.remarks(self.slides if self.score == "slide" else self.cases)
 
+    @property
+    def external(self) -> tuple[bool | None, str]:
+        """Whether this may be called an external validation (None: the model's card does not say), and the sentence that says so."""
+        return external_validation(self.run.seen, list(self.slides["seen_in_training"]))
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is undefined is None."""
         card = self.run.card
@@ -73,6 +79,8 @@ class Evaluation:
             "bootstrap": {"resampled": "patients", "repeats": self.repeats, "seed": self.seed, "interval": 1 - LEVEL},
             "metrics": self.metrics.set_index("metric").to_dict("index"),
             "remarks": self.remarks,
+            "external_validation": self.external[0],
+            "validation": self.external[1],
             "overlap": dict(Counter(filter(None, self.slides["seen_in_training"]))),
             "notes": [note.line for note in self.notes],
         }
@@ -100,7 +108,8 @@ class Evaluation:
         return paths
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.run.path} on {self.cohort}, scored by {self.score}</p>{self.metrics.to_html(index=False)}"
+        about = escape(f"{self.run.path} on {self.cohort}, scored by {self.score}")
+        return f"<p>{about}</p><p><b>{escape(self.external[1])}</b></p>{self.metrics.to_html(index=False)}"
 
 
 def evaluate(
@@ -141,7 +150,7 @@ def evaluate(
     frame = data.table.frame
     frame = frame.assign(file=frame["slide"].map(data.matches.found)).dropna(subset="file").reset_index(drop=True)
     slides, notes = trained.task.matched(frame, data.table.classes, where=config.name)
-    notes += _overlap(trained, slides, where=config.name, allowed=allow_overlap)
+    notes += refuse_seen(trained.seen, slides, where=config.name, allowed=allow_overlap)
     level: Level = score or trained.card.get("score", "slide")
     units = slides
     if trained.patients:
@@ -236,19 +245,6 @@ def _fitting_config(run: TrainedRun, config: CohortConfig) -> CohortConfig:
             cure="Point `features` at that encoder's files, or name another run.",
         )
     return config.model_copy(update={"encoder": run.encoder})
-
-
-def _overlap(run: TrainedRun, slides: pd.DataFrame, *, where: str, allowed: bool) -> tuple[Note, ...]:
-    """What to say of slides and patients that the model has seen; refused unless allowed."""
-    notes = compare_with_training([run.seen], slides)[1]
-    told = {note.kind: replace(note, what=f"{note.what}, so this is no external validation") for note in notes}
-    if "seen_in_training" in told and not allowed:
-        cure = (
-            "Leave them out with `exclude`, or score them all the same with --allow-overlap (allow_overlap=True), which the results then "
-            "say. Ids are compared: other patients may happen to have the same."
-        )
-        raise UserError(told["seen_in_training"].what, where=where, cure=cure, kind="overlap")
-    return tuple(told[note.kind] if note.kind == "seen_in_training" else note for note in notes)
 
 
 def _by_case(task: Task, slides: pd.DataFrame, *, needed: bool) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import hashlib
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gated_srp.data.matching import slide_stem, tcga_patient
 from gated_srp.data.splits import Split
-from gated_srp.errors import Note, counted
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.training.folder import RunFolder
 
 _DIGITS = 20  # of a SHA-256 in hexadecimal: no two ids of any cohort share them by chance
@@ -104,6 +104,35 @@ def compare_with_training(known: Sequence[Seen | None], slides: pd.DataFrame) ->
             Note("note", "patients_unknown", f"{who}, so only slides were compared with those of the training")
         )
     return found, tuple(notes)
+
+
+def refuse_seen(known: Seen | None, slides: pd.DataFrame, *, where: str, allowed: bool = False) -> tuple[Note, ...]:
+    """For `evaluate` and `localize`: what to say of slides (slide, case, file) that the model has seen; refused unless allowed."""
+    notes = compare_with_training([known], slides)[1]
+    told = {note.kind: replace(note, what=f"{note.what}, so this is no external validation") for note in notes}
+    if "seen_in_training" in told and not allowed:
+        cure = (
+            "Leave them out with `exclude`, or score them all the same with --allow-overlap (allow_overlap=True), which the results then "
+            "say. Ids are compared: other patients may happen to have the same."
+        )
+        raise UserError(told["seen_in_training"].what, where=where, cure=cure, kind="overlap")
+    return tuple(told[note.kind] if note.kind == "seen_in_training" else note for note in notes)
+
+
+def external_validation(known: Seen | None, found: Sequence[str]) -> tuple[bool | None, str]:
+    """Whether results on slides (``found``: what `compare_with_training` gave for each) may be called external validation, and a sentence.
+
+    >>> external_validation(None, ["", ""])[0], external_validation(Seen("", {}, {}), ["", "training slide"])
+    (None, (False, 'NOT AN EXTERNAL VALIDATION: 1 of 2 slides is known to the model: 1 training slide'))
+    """
+    if words := overlap_in_words(found):
+        return False, f"NOT AN EXTERNAL VALIDATION: {words}"
+    if known is None:
+        return (
+            None,
+            "whether this is an external validation is not known: the model's card does not say which slides it was trained on",
+        )
+    return True, "no slide or patient of this cohort, by its id, was in the model's training or validation part"
 
 
 def overlap_in_words(found: Sequence[str]) -> str:
