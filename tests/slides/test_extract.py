@@ -276,7 +276,7 @@ def test_the_command_extracts_a_folder_with_a_plugged_in_encoder_and_says_what_i
     _slide(tmp_path / "in", "good")
     (tmp_path / "in" / "text.svs").write_text("no")
     said = _run(tmp_path / "in", "-o", tmp_path / "out", "-e", "images:mean_colour", "--workers", 0)
-    assert said.exit_code == 0, said.output
+    assert said.exit_code == 1, said.output
     assert "1 extracted, 1 left out" in said.output and "text.svs: not a slide" in caplog.text
     assert (tmp_path / "out/20x_64px_0px_overlap/features_mean_colour/good.h5").is_file()
     assert (tmp_path / "out/20x_64px_0px_overlap/visualization/good.jpg").is_file()

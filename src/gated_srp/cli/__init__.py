@@ -26,7 +26,7 @@ app = typer.Typer(
 
 # Which extra installs a package that may be missing; `train` installs the others.
 _EXTRAS = {
-    **dict.fromkeys(("openslide", "tiffslide"), "slides"),
+    **dict.fromkeys(("openslide", "tiffslide", "pydicom"), "slides"),
     **dict.fromkeys(("transformers", "huggingface_hub", "efficientnet_lite_pytorch"), "encoders"),
     "ray": "cluster",
 }
@@ -58,7 +58,7 @@ def options(
 # One line per command, in the order in which a user needs them.
 app.command("demo")(cohorts.demo)
 app.command("init")(cohorts.init)
-app.command("extract")(slides.extract)
+app.command("extract", context_settings={"token_normalize_func": slides.option_of_others})(slides.extract)
 app.command("check")(cohorts.check)
 app.command("splits")(cohorts.splits)
 app.command("schema")(cohorts.schema)

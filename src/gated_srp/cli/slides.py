@@ -10,9 +10,33 @@ from gated_srp.cli.options import Coords, Force, Magnification, Run, Size, Strid
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import UserError
 
+# TRIDENT's and AtlasPatch's names of the same options, accepted and not listed; - and _ are one.
+_ALIASES = {
+    **dict.fromkeys(("mag", "target-mag", "target-magnification"), "magnification"),
+    **dict.fromkeys(("batch-size", "feat-batch-size"), "batch"),
+    **dict.fromkeys(("output", "job-dir"), "out"),
+    **dict.fromkeys(("patch-encoder", "feature-extractors"), "encoder"),
+    "patch-size": "size",
+    "patch-encoder-ckpt-path": "weights",
+    "min-tissue-proportion": "tissue",
+    "custom-list-of-wsis": "list",
+    "max-workers": "workers",
+    "dump-patches": "save-patches",
+}
+
+
+def option_of_others(name: str) -> str:
+    """
+    >>> option_of_others("patch_size"), option_of_others("skip_errors"), option_of_others("overlap")
+    ('size', 'skip-errors', 'overlap')
+    """
+    plain = name.replace("_", "-")
+    return _ALIASES.get(plain, plain)
+
 
 def extract(
-    slides: Annotated[Path, Argument(help="A slide, or a folder of slides.")],
+    slides: Annotated[Path | None, Argument(help="A slide, or a folder of slides.", show_default=False)] = None,
+    *,
     output: Annotated[Path, Option("--out", "-o", help="Folder of the feature files.")],
     encoder: Annotated[
         str, Option("--encoder", "-e", help="Its name, or package.module:function for one of your own.")
@@ -30,20 +54,37 @@ def extract(
         int | None, Option(min=1, help="Patches the encoder gets at once; 32, or 64 on an accelerator.")
     ] = None,
     workers: Annotated[int | None, Option(min=0, help="Processes that read patches.")] = None,
+    only: Annotated[
+        Path | None,
+        Option(
+            "--list",
+            help="Take these alone: a file with one slide per line, or a CSV with the columns wsi and, if needed, mpp.",
+        ),
+    ] = None,
+    save_patches: Annotated[bool, Option("--save-patches", help="Also write every patch as an image.")] = False,
+    devices: Annotated[int, Option(min=1, help="Processes that share the slides, each with a GPU of its own.")] = 1,
+    skip_errors: Annotated[
+        bool, Option("--skip-errors", help="Exit status 0 although slides were left out; it is 1 otherwise.")
+    ] = False,
+    wsi_dir: Annotated[Path | None, Option("--wsi-dir", hidden=True)] = None,
+    task: Annotated[str, Option(hidden=True)] = "all",
 ) -> None:
     """Find the tissue of slides and write the features of its patches, with a preview of each. Finished slides are kept."""
     import gated_srp
     from gated_srp.slides.encoders import find_encoder
-    from gated_srp.slides.reader import find_slides
 
-    found = find_slides(slides)
-    spec = find_encoder(encoder)
-    say(str(spec))
+    slides = slides or wsi_dir
+    if slides is None:
+        raise UserError("no slide or folder of slides is named", cure="gated-srp extract SLIDES -o FEATURES")
+    if task != "all":
+        cure = "Leave --task out: tissue, patches and features are one step, and what is done is not done again."
+        raise UserError(f"{task!r}: TRIDENT's tasks are not separate here", where="--task", cure=cure)
+    say(str(find_encoder(encoder)))
     with show_progress() as progress:
         outcome = gated_srp.extract(
-            found,
+            slides,
             output,
-            encoder=spec,
+            encoder=encoder,
             weights=weights,
             size=size,
             magnification=magnification,
@@ -51,6 +92,9 @@ def extract(
             tissue=tissue,
             mpp=mpp,
             layout=layout,
+            only=only,
+            save_patches=save_patches,
+            devices=devices,
             batch=batch,
             workers=workers,
             progress=progress,
@@ -62,7 +106,7 @@ def extract(
     for slide in outcome.empty:
         LOG.warning("no tissue: %s: its file has no patches. Look at its preview; lower --tissue if wrong.", slide)
     say(str(outcome))
-    if len(outcome.failed) == len(found):
+    if outcome.failed and not (skip_errors and (outcome.done or outcome.there or outcome.empty)):
         raise typer.Exit(1)
 
 

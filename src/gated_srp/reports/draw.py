@@ -15,7 +15,7 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.errors import UserError, counted
 from gated_srp.files import as_stored
 from gated_srp.reports.maps import SHUT, Patches, PatchMap
-from gated_srp.slides.reader import ENDINGS, SlideImage, SlideInfo
+from gated_srp.slides.reader import ENDINGS, SlideImage, SlideInfo, slide_name
 from gated_srp.srp.coefficient import regimes
 
 _LONGEST = 1400  # pixels of a canvas's longer side
@@ -83,9 +83,15 @@ def find_image(patches: Patches, given: Path | None) -> Path | None:
     stem = slide_stem(patches.header.path)
     if noted is not None and (place := (home / noted).resolve()).is_relative_to(home) and place.is_file():
         return place
-    names = {stem, *([slide_stem(noted)] if noted is not None else [])}
-    found = [path for path in sorted(home.rglob("*")) if path.suffix.lower() in ENDINGS and slide_stem(path) in names]
+    # Files of a DICOM series are numbered, so a name like 3.dcm says nothing: their folder's does.
+    names = {stem, *([slide_stem(noted)] if noted is not None and Path(noted).suffix.lower() != ".dcm" else [])}
+    found = [path for path in sorted(home.rglob("*")) if path.suffix.lower() in ENDINGS and image_name(path) in names]
     return found[0] if found else None
+
+
+def image_name(path: Path) -> str:
+    """The name under which the features of an image are stored, without what follows a slide's name."""
+    return slide_name(path) if path.suffix.lower() == ".dcm" else slide_stem(path)
 
 
 def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:

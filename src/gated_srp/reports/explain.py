@@ -20,6 +20,7 @@ from gated_srp.reports.draw import is_quiet
 from gated_srp.reports.heatmap import draw_slide, patients_slides
 from gated_srp.reports.maps import SlideView, view_slide
 from gated_srp.slides.extract import extract
+from gated_srp.slides.reader import slide_name
 from gated_srp.training.predict import predict
 from gated_srp.training.trained import TrainedRun
 
@@ -143,9 +144,9 @@ def features_of_slide(
     if outcome.failed:
         raise outcome.failed[0]
     if outcome.empty:
-        cure = f"Look at the preview: {outcome.previews / f'{slide.stem}.jpg'}"
+        cure = f"Look at the preview: {outcome.previews / f'{slide_name(slide)}.jpg'}"
         raise UserError("no tissue was found", where=slide, cure=cure, kind="no_tissue")
-    return outcome.folder / f"{slide.stem}.h5", tuple(outcome.notes)
+    return outcome.folder / f"{slide_name(slide)}.h5", tuple(outcome.notes)
 
 
 def explain_file(

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
@@ -17,14 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from gated_srp.errors import Note, UserError, counted, joined
-from gated_srp.files import remove_drafts
+from gated_srp.files import remove_drafts, whole
 from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
-from gated_srp.slides.reader import SlideError, SlideImage, find_slides
+from gated_srp.slides.lists import read_list, read_mpp
+from gated_srp.slides.reader import SlideError, SlideImage, find_slides, slide_name
 from gated_srp.slides.store import LAYOUTS, Job, Trident, identity, refuse_other_slide
 from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
 
@@ -56,6 +58,8 @@ class Extraction:
     every_mpp: float | None = None
     batch: int = field(default_factory=best_batch)
     workers: int = field(default_factory=best_workers)
+    save_patches: bool = False
+    device: torch.device | None = None  # None: the best there is
 
     @property
     def read_ahead(self) -> int:
@@ -63,7 +67,7 @@ class Extraction:
         return _AHEAD * max(1, self.workers)
 
     def job(self, slide: Path) -> Job:
-        mpp = self.mpp.get(slide.name, self.mpp.get(slide.stem, self.every_mpp))
+        mpp = self.mpp.get(slide.name, self.mpp.get(slide_name(slide), self.every_mpp))
         weights = None if self.weights is None else self.weights.name
         spec = self.encoder
         seen = f"mean {spec.normalisation[0]}, std {spec.normalisation[1]}, middle {spec.crop or spec.resize}"
@@ -83,6 +87,11 @@ class Outcome:
     failed: list[SlideError] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)  # what could not be compared of files that were there
 
+    def join(self, other: "Outcome") -> None:
+        """Add what another process did."""
+        for name in ("done", "there", "empty", "failed", "notes"):
+            getattr(self, name).extend(getattr(other, name))
+
     def __str__(self) -> str:
         parts = {"extracted": self.done, "there already": self.there, "without tissue": self.empty}
         counts = [f"{len(slides)} {name}" for name, slides in parts.items() if slides]
@@ -101,6 +110,9 @@ def extract(
     tissue: float = 0.25,
     mpp: float | str | Path | Mapping[str, float] | None = None,
     layout: Literal["trident", "atlaspatch"] = "trident",
+    only: str | Path | None = None,
+    save_patches: bool = False,
+    devices: int = 1,
     batch: int | None = None,
     workers: int | None = None,
     progress: Progress = silent,
@@ -120,6 +132,9 @@ def extract(
         tissue: least share of tissue in a patch that is kept.
         mpp: microns per pixel of every slide, or by slide name, or a CSV with the columns wsi and mpp.
         layout: whose files to write: TRIDENT's or AtlasPatch's.
+        only: a file that lists the slides to take: one per line, or a CSV with the column wsi, relative to the folder ``slides``.
+        save_patches: also write each patch as SLIDE/X_Y.png, X and Y in level-0 pixels.
+        devices: processes that share the slides, each with an accelerator of its own.
         batch: patches that the encoder gets at once; 32, or 64 on an accelerator.
         workers: processes that read patches; 0 reads in a thread of this one.
         progress: called with the stages ``slides`` and ``patches``.
@@ -131,7 +146,11 @@ def extract(
         >>> gated_srp.extract("slides/", "features/", encoder="uni_v2").failed  # doctest: +SKIP
         []
     """
-    found = find_slides(Path(slides)) if isinstance(slides, str | Path) else [Path(slide) for slide in slides]
+    if only is not None and isinstance(slides, str | Path):
+        found, noted = read_list(Path(only), Path(slides))
+        mpp = noted if mpp is None else mpp
+    else:
+        found = find_slides(Path(slides)) if isinstance(slides, str | Path) else [Path(slide) for slide in slides]
     spec = find_encoder(encoder) if isinstance(encoder, str) else encoder
     every, each = read_mpp(mpp)
     settings = Extraction(
@@ -143,21 +162,18 @@ def extract(
         every_mpp=every,
         batch=batch or best_batch(),
         workers=best_workers() if workers is None else workers,
+        save_patches=save_patches,
     )
+    if devices > 1 and len(found) > 1:
+        from gated_srp.slides.devices import extract_on_devices
+
+        return extract_on_devices(found, settings, encoder, min(devices, len(found)), progress)
     return extract_slides(found, settings, progress)
 
 
 def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progress = silent) -> Outcome:
     """As `extract`, with settings that are resolved already."""
-    named: dict[str, Path] = {}
-    for slide in slides:
-        if slide.stem in named:
-            raise UserError(
-                "two slides of one name would write one file",
-                where=f"{named[slide.stem]} and {slide}",
-                cure="Rename one, or extract into two folders.",
-            )
-        named[slide.stem] = slide
+    refuse_same_names(slides)
     keep_freed_memory()
     first = settings.job(slides[0])
     outcome, todo = Outcome(settings.layout.path(first).parent, settings.layout.picture(first).parent), []
@@ -180,17 +196,23 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
             continue
         if found is None:
             todo.append(slide)
+        elif settings.save_patches and not settings.layout.has_images(settings.job(slide)):
+            made[slide] = found
+            todo.append(slide)
         else:
             made[slide] = found
             outcome.there.append(slide)
             report(slide, "there already")
-    encoder = _load_encoder(settings, made, outcome, needed=bool(todo)) if todo or made else None
-    if encoder is None or not todo:
+    encoder = _load_encoder(settings, made, outcome, needed=bool(set(todo) - set(made))) if todo or made else None
+    if not todo or (encoder is None and set(todo) - set(made)):
         return outcome
     pool = _pool(settings.workers)
     try:
         for slide, plan in _plans(pool, todo, settings):
-            report(slide, _extract_one(pool, slide, plan, settings, encoder, outcome, progress))
+            only_images = slide in made
+            report(
+                slide, _extract_one(pool, slide, plan, settings, None if only_images else encoder, outcome, progress)
+            )
     except BrokenProcessPool as error:
         raise UserError(
             "a reading process was ended from outside, most likely for lack of memory. Slides finished before are kept",
@@ -216,29 +238,67 @@ def _extract_one(
     slide: Path,
     plan: "Future[TilePlan]",
     settings: Extraction,
-    encoder: PatchEncoder,
+    encoder: PatchEncoder | None,
     outcome: Outcome,
     progress: Progress,
 ) -> str:
-    """Write one slide's file and note it in the outcome; says in words how it went."""
+    """Write one slide's file, without an encoder its images alone, and note it in the outcome; says in words how it went."""
     try:
         tiles = plan.result()
         count = len(tiles.coords)
         progress(Event("patches", 0, count, slide.name, slide))
-        precision = "32" if encoder.mean.device.type == "cpu" else "bf16"
-        how = {"weights_sha256": encoder.hash, "precision": precision}
-        with settings.layout.writing(settings.job(slide), tiles, how) as rows:
+        job = settings.job(slide)
+        with _rows(job, tiles, settings.layout, encoder) as rows:
             for start, batch in _batches(pool, slide, tiles, settings):
-                rows[start : start + len(batch)] = encode(encoder, batch)
+                if encoder is not None and rows is not None:
+                    rows[start : start + len(batch)] = encode(encoder, batch)
+                if settings.save_patches:
+                    write_patches(batch, tiles.coords[start : start + len(batch)], settings.layout.images(job))
                 progress(Event("patches", start + len(batch), count, slide.name, slide))
+        if settings.save_patches:
+            settings.layout.finish_images(job, count)
     except SlideError as error:
         outcome.failed.append(error)
         return f"left out: {joined(error.what, cure=error.cure)}"
+    if encoder is None:
+        outcome.there.append(slide)
+        return f"{counted(count, 'patch')} written as images; its features were there already"
     if not count:
         outcome.empty.append(slide)
         return "no tissue found"
     outcome.done.append(slide)
     return counted(count, "patch")
+
+
+@contextmanager
+def _rows(job: Job, tiles: TilePlan, layout: Trident, encoder: PatchEncoder | None) -> Iterator[Any]:
+    """The rows of a new feature file; None where it is there already."""
+    if encoder is None:
+        yield None
+        return
+    how = {"weights_sha256": encoder.hash, "precision": "32" if encoder.mean.device.type == "cpu" else "bf16"}
+    with layout.writing(job, tiles, how) as rows:
+        yield rows
+
+
+def write_patches(tiles: np.ndarray, coords: np.ndarray, folder: Path) -> None:
+    """Tiles (N, S, S, 3) as X_Y.png."""
+    for tile, (x, y) in zip(tiles, coords.tolist(), strict=True):
+        with whole(folder / f"{x}_{y}.png", sync=False) as draft:
+            Image.fromarray(tile).save(draft, "PNG")
+
+
+def refuse_same_names(slides: Sequence[Path]) -> None:
+    named: dict[str, Path] = {}
+    for slide in slides:
+        name = slide_name(slide)
+        if name in named:
+            raise UserError(
+                "two slides of one name would write one file",
+                where=f"{named[name]} and {slide}",
+                cure="Rename one, or extract into two folders.",
+            )
+        named[name] = slide
 
 
 def _plans(pool: Executor, slides: Sequence[Path], settings: Extraction) -> Iterator[tuple[Path, "Future[TilePlan]"]]:
@@ -335,48 +395,4 @@ def _load_encoder(
                 cure="Choose another -o, or remove the files to have them made again.",
                 kind="other_weights",
             )
-    return encoder.to(best_device())
-
-
-# Microns per pixel ----------------------------------------------------------------------------------------------------
-
-
-def read_mpp(given: float | str | Path | Mapping[str, float] | None) -> tuple[float | None, dict[str, float]]:
-    """For every slide, and by slide name: of a number, of a mapping, or of a CSV with the columns wsi and mpp.
-
-    >>> read_mpp("0.25"), read_mpp({"a.svs": 0.5}), read_mpp(None)
-    ((0.25, {}), (None, {'a.svs': 0.5}), (None, {}))
-    """
-    if given is None:
-        return None, {}
-    numbers: Mapping[str, object]
-    if isinstance(given, Mapping):
-        numbers = given
-    else:
-        try:
-            numbers = {"": float(given)}  # type: ignore[arg-type] # a path is no number
-        except (TypeError, ValueError):
-            numbers = _read_mpp_table(Path(str(given)))
-    found = {}
-    for name, text in numbers.items():
-        try:
-            value = float(str(text))
-        except ValueError:
-            value = -1.0
-        if not 0.01 < value < 100:
-            what = f"{name or 'the number'} is {str(text)!r}, expected microns per pixel, e.g. 0.25."
-            raise UserError(what, where=f"--mpp {given}")
-        found[name] = value
-    return found.pop("", None), found
-
-
-def _read_mpp_table(path: Path) -> dict[str, str]:
-    from gated_srp.data.spreadsheet import read_frame  # and with it pandas
-
-    if not path.is_file():
-        raise UserError("neither a number nor a file", where=f"--mpp {path}", cure="Expected 0.25, or a CSV.")
-    rows, _ = read_frame(path)
-    if not {"wsi", "mpp"} <= set(rows):
-        what = f"expected a CSV with the columns wsi and mpp (found: {', '.join(map(str, rows))})"
-        raise UserError(what, where=f"--mpp {path}", cure="Name the columns so.")
-    return dict(zip(rows["wsi"].astype(str), rows["mpp"].astype(str), strict=True))
+    return encoder.to(settings.device or best_device())

@@ -7,7 +7,9 @@ This module and its neighbours `tissue` and `tiles` do without torch: reading pr
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +22,7 @@ from gated_srp.errors import UserError
 from gated_srp.files import as_stored
 
 ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm")
+_DICOM = ".dcm"
 NOMINAL = (1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _NEAR = 0.15  # scanners of one nominal magnification differ by as much in microns per pixel
 _PLAUSIBLE = (0.02, 20.0)  # microns per pixel; beyond, the number is a print resolution or a default
@@ -60,6 +63,12 @@ class SlideImage:
         self.path = as_stored(path)
         if not self.path.exists():
             raise SlideError(self.path, "no such file", cure="Check the path.", kind="missing")
+        if self.path.is_dir():
+            what = "a folder" + ", an image in OME-Zarr, which neither openslide nor tiffslide read" * is_ome_zarr(
+                self.path
+            )
+            cure = "Convert it to a pyramidal TIFF, e.g. with bfconvert." if is_ome_zarr(self.path) else "Name a slide."
+            raise SlideError(self.path, what, cure=cure, kind="ome_zarr")
         try:
             try_out(_look_at, self.path, seconds=_SECONDS)
         except ForeignFailure as error:
@@ -140,19 +149,79 @@ class SlideImage:
 
 
 def find_slides(where: Path) -> list[Path]:
-    """The slide files of a folder and those below it, or the file itself."""
+    """The slide files of a folder and those below it, of a DICOM series one file, or the file itself; OME-Zarr, a folder, is one too."""
     where = as_stored(where)
     if where.is_file():
         return [where]
     if not where.is_dir():
         raise UserError("no such file or folder", where=where, cure="Expected a slide or a folder of slides.")
-    found = sorted(
-        p for p in where.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file() and not p.name.startswith(".")
-    )
+    if is_ome_zarr(where):
+        return [where]
+    files = sorted(p for p in where.rglob("*") if not p.name.startswith("."))
+    images = [p for p in files if is_ome_zarr(p)]
+    files = [p for p in files if p.suffix.lower() in ENDINGS and p.is_file() and not set(p.parents) & set(images)]
+    series: dict[tuple[Path, str], tuple[tuple[int, int], Path]] = {}
+    for folder in sorted({p.parent for p in files if p.suffix.lower() == _DICOM}):
+        for path, (uid, rank) in _series(folder).items():
+            series[folder, uid] = max(series.get((folder, uid), ((-1, -1), path)), (rank, path), key=lambda one: one[0])
+    found = sorted([p for p in files if p.suffix.lower() != _DICOM] + [p for _, p in series.values()] + images)
     if not found:
         what = f"no slides (endings {', '.join(ENDINGS)})"
         raise UserError(what, where=where, cure="Point at the folder that has them.")
     return found
+
+
+def slide_name(path: Path) -> str:
+    """What its feature file and its preview are called: as the file; a DICOM series as its folder, or by its UID if the folder has several."""
+    if path.suffix.lower() != _DICOM or not path.is_file():
+        return path.name.removesuffix(".zarr").removesuffix(".ome") if path.suffix == ".zarr" else path.stem
+    series = _series(path.parent)
+    uid = series[path][0]
+    return path.parent.resolve().name if all(other == uid for other, _ in series.values()) else uid
+
+
+def _series(folder: Path) -> dict[Path, tuple[str, tuple[int, int]]]:
+    return _read_series(folder, folder.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _read_series(folder: Path, changed: int) -> dict[Path, tuple[str, tuple[int, int]]]:
+    """Of each DICOM file of a folder its series, and its rank in it: the largest image of the tissue is the one to open.
+
+    A file that is no DICOM is a series by itself: opening it says so.
+    """
+    try:
+        from pydicom import dcmread
+    except ImportError:
+        cure = "Install it: pip install pydicom"
+        raise UserError(
+            "files of one DICOM slide are found by their series, which needs the package pydicom",
+            where=folder,
+            cure=cure,
+            kind="needs_package",
+        ) from None
+    found = {}
+    tags = ["SeriesInstanceUID", "ImageType", "TotalPixelMatrixColumns", "TotalPixelMatrixRows"]
+    for path in sorted(p for p in folder.iterdir() if p.suffix.lower() == _DICOM and p.is_file()):
+        try:
+            header = dcmread(path, stop_before_pixels=True, specific_tags=tags)
+            tissue = "VOLUME" in header.get("ImageType", ())
+            pixels = int(header.get("TotalPixelMatrixColumns") or 0) * int(header.get("TotalPixelMatrixRows") or 0)
+            found[path] = (str(header.get("SeriesInstanceUID") or path.stem), (int(tissue), pixels))
+        except Exception:  # pydicom raises whatever its parser meets
+            found[path] = (path.stem, (0, 0))
+    return found
+
+
+def is_ome_zarr(path: Path) -> bool:
+    """Whether a folder is an image in OME-Zarr, by what it says of its levels."""
+    if path.suffix != ".zarr" or not path.is_dir():
+        return False
+    for name in (".zattrs", "zarr.json"):
+        with suppress(OSError, UnicodeDecodeError):
+            if '"multiscales"' in (path / name).read_text(encoding="utf-8"):
+                return True
+    return False
 
 
 def nominal_magnification(mpp: float) -> float:

@@ -16,10 +16,11 @@ import numpy as np
 from gated_srp.bounded import try_out
 from gated_srp.data.files.containers import opened
 from gated_srp.errors import UserError
-from gated_srp.files import sampled_hash, whole_hdf5
-from gated_srp.slides.reader import SlideInfo
+from gated_srp.files import sampled_hash, whole_hdf5, write_json
+from gated_srp.slides.reader import SlideInfo, slide_name
 from gated_srp.slides.tiles import TilePlan, Tiling
 
+_COUNT = "patches.json"  # in a folder of patch images: it is whole
 _ROWS = 64  # of a chunk: it must fit into HDF5's cache of 1 MB, or each batch rewrites it
 
 
@@ -35,6 +36,10 @@ class Job:
     weights: str | None = None
     resampling: str | None = None
     normalisation: str | None = None
+
+    @property
+    def name(self) -> str:
+        return slide_name(self.slide)
 
     def settings(self) -> dict[str, Any]:
         """All settings that decide the features; a file made with others is refused."""
@@ -58,10 +63,21 @@ class Trident:
         self.out = out
 
     def path(self, job: Job) -> Path:
-        return self.out / job.tiling.folder / f"features_{job.encoder}" / f"{job.slide.stem}.h5"
+        return self.out / job.tiling.folder / f"features_{job.encoder}" / f"{job.name}.h5"
 
     def picture(self, job: Job) -> Path:
-        return self.out / job.tiling.folder / "visualization" / f"{job.slide.stem}.jpg"
+        return self.out / job.tiling.folder / "visualization" / f"{job.name}.jpg"
+
+    def images(self, job: Job) -> Path:
+        """The folder of a slide's patches as images."""
+        return self.picture(job).parent.with_name("patch_images") / job.name
+
+    def has_images(self, job: Job) -> bool:
+        return (self.images(job) / _COUNT).is_file()
+
+    def finish_images(self, job: Job, count: int) -> None:
+        """All are written: say how many, and with which settings."""
+        write_json(self.images(job) / _COUNT, {"patches": count, **job.settings()})
 
     def features(self, job: Job) -> str:
         """The name of the dataset."""
@@ -94,21 +110,21 @@ class Trident:
     def begin(self, file: h5py.File, job: Job, plan: TilePlan) -> None:
         """Everything but the features."""
         coords = file.create_dataset("coords", data=plan.coords)
-        coords.attrs.update({**_geometry(plan), "name": job.slide.stem, "savetodir": "None"})
-        file.attrs.update(_about(plan))
+        coords.attrs.update({**_geometry(plan), "name": job.name, "savetodir": "None"})
+        file.attrs.update(_about(plan, job))
 
     def name(self, rows: h5py.Dataset, job: Job) -> None:
-        rows.attrs.update({"name": job.slide.stem, "savetodir": "None", "encoder": job.encoder})
+        rows.attrs.update({"name": job.name, "savetodir": "None", "encoder": job.encoder})
 
 
 class AtlasPatch(Trident):
     """<out>/patches/<slide>.h5 with /features/<encoder>: several encoders share the file's patches."""
 
     def path(self, job: Job) -> Path:
-        return self.out / "patches" / f"{job.slide.stem}.h5"
+        return self.out / "patches" / f"{job.name}.h5"
 
     def picture(self, job: Job) -> Path:
-        return self.out / "visualization" / f"{job.slide.stem}.jpg"
+        return self.out / "visualization" / f"{job.name}.jpg"
 
     def features(self, job: Job) -> str:
         return f"features/{job.encoder}"
@@ -120,7 +136,7 @@ class AtlasPatch(Trident):
             _copy_others(self.path(job), file, table, job, identity(plan.info))
         else:
             file["coords"] = table
-            file.attrs.update({**_geometry(plan), **_about(plan), "num_patches": len(table)})
+            file.attrs.update({**_geometry(plan), **_about(plan, job), "num_patches": len(table)})
             file.attrs["filename"] = job.slide.name
 
     def name(self, rows: h5py.Dataset, job: Job) -> None:
@@ -218,9 +234,9 @@ def _known(file: h5py.File) -> dict[str, Any]:
     return path
 
 
-def _about(plan: TilePlan) -> dict[str, Any]:
-    """Of the slide: its path, by which `heatmap` finds it again, and microns per pixel."""
-    known = {"wsi_path": str(plan.info.path.resolve()), "mpp": plan.info.mpp, "vendor": plan.info.vendor}
+def _about(plan: TilePlan, job: Job) -> dict[str, Any]:
+    """Of the slide: its path, by which `heatmap` finds it again, and microns per pixel: those that were given, else its own."""
+    known = {"wsi_path": str(plan.info.path.resolve()), "mpp": job.mpp or plan.info.mpp, "vendor": plan.info.vendor}
     return {key: value for key, value in known.items() if value is not None}
 
 

@@ -25,7 +25,7 @@ from gated_srp.reports.explain import features_of_slide
 from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.viewer.scene import Asked, Scene, open_scene
 from gated_srp.reports.viewer.tiles import SIDE, TileReader, grid, levels
-from gated_srp.slides.reader import ENDINGS, SlideImage
+from gated_srp.slides.reader import ENDINGS, SlideImage, slide_name
 
 if TYPE_CHECKING:
     from gated_srp.reports.viewer.what_if import WhatIf
@@ -234,6 +234,8 @@ def image_in(file: Path, wsi: str | Path | None) -> Path | None:
     if wsi is None or Path(wsi).is_file():
         return None if wsi is None else Path(wsi)
     found = [
-        path for path in sorted(Path(wsi).glob("*")) if path.suffix.lower() in ENDINGS and path.stem == slide_stem(file)
+        path
+        for path in sorted(Path(wsi).glob("*"))
+        if path.suffix.lower() in ENDINGS and slide_name(path) == slide_stem(file)
     ]
     return found[0] if found else None
