@@ -25,7 +25,7 @@ def draw(home: Path, output: Path) -> None:
     title = f"A generated slide of `gated-srp demo` ({slide}), no tissue: each square is a patch"
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder) / "demo.png"
-        draw_maps([(words, view.patches, one) for words, one in panels.items()], large, title=title, percentile=True)
+        draw_maps([(words, view.patches, one) for words, one in panels.items()], large, title=title)
         with Image.open(large) as picture, whole(output) as draft:
             picture.convert("RGB").reduce(2).save(draft, "PNG", optimize=True)
 

@@ -97,6 +97,8 @@ def test_side_by_side_maps_move_together(page):
     page.evaluate("GatedSRPViewer.panes[1].viewer.viewport.zoomTo(4)")
     page.wait_for_timeout(500)
     assert zoom(page, 0) == pytest.approx(4, rel=0.01) and zoom(page, 2) == pytest.approx(4, rel=0.01)
+    boxes = [page.locator(".stage").nth(number).bounding_box() for number in range(3)]
+    assert {(box["y"], box["height"]) for box in boxes} == {(boxes[0]["y"], boxes[0]["height"])}
 
 
 def test_a_top_patch_is_jumped_to_and_its_numbers_are_read_under_the_mouse(page):
@@ -108,6 +110,26 @@ def test_a_top_patch_is_jumped_to_and_its_numbers_are_read_under_the_mouse(page)
     x, y = (CELLS[row] * SIDE).tolist()
     assert page.locator("#patch caption").inner_text() == f"Patch {row} at ({x}, {y})"
     assert page.evaluate("GatedSRPViewer.under") == row
+    value, unit = page.evaluate(
+        "(one => [one.values[one.top[2]], one.unit])(GatedSRPViewer.data.layers[GatedSRPViewer.chosen[0]])"
+    )
+    said = page.locator("#strip button").nth(2).inner_text()
+    assert float(said.partition("(")[2].removesuffix(" x)")) == pytest.approx(value / unit, rel=0.01)
+
+
+def test_keys_move_and_zoom_wherever_the_focus_is(page):
+    centre = "GatedSRPViewer.panes[0].viewer.viewport.getCenter(false)"
+    page.locator("h1").click()
+    for _ in range(4):
+        page.keyboard.press("+")
+    near, at = page.evaluate("GatedSRPViewer.panes[0].viewer.viewport.getZoom(false)"), page.evaluate(centre)
+    assert near > 1.4 * page.evaluate("GatedSRPViewer.panes[0].viewer.viewport.getHomeZoom()")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("s")
+    moved = page.evaluate(centre)
+    assert moved["x"] > at["x"] and moved["y"] > at["y"]
+    page.keyboard.press("-")
+    assert page.evaluate("GatedSRPViewer.panes[0].viewer.viewport.getZoom(false)") < near
 
 
 def test_the_wheel_zooms_and_0_shows_the_whole_slide(page):

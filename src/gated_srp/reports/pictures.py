@@ -327,6 +327,12 @@ def contact_sheet(patches: Patches, one: PatchMap, image: Path, *, count: int = 
         heights = [_CAPTION + math.ceil(len(group.rows) / columns) * (tile + _CAPTION + _GAP) for group in groups]
         sheet = Image.new("RGB", (max(columns * (tile + _GAP) + _GAP, 1240), sum(heights) + 3 * _GAP), "white")
         pen, font, top = ImageDraw.Draw(sheet), _font(), _GAP
+        captions = {
+            row: f"{number}: {_value(one, row)}, ({here.corners[row, 0]:.0f}, {here.corners[row, 1]:.0f})"
+            for row, number in numbers.items()
+        }
+        widest = max((font.getlength(text) for text in captions.values()), default=1.0)
+        small = font.font_variant(size=max(8, int(font.size * min(1.0, tile / widest))))
         for group, height in zip(groups, heights, strict=True):
             note = f" ({group.note})" if group.note else ""
             pen.text((_GAP, top), f"{group.name}: {one.title.splitlines()[0].rstrip(':')}{note}", "black", font)
@@ -340,13 +346,7 @@ def contact_sheet(patches: Patches, one: PatchMap, image: Path, *, count: int = 
                 for out, ink in ((3, "white"), (1, "black")):  # seen on any tissue
                     low, far = margin - out, margin + shown + out - 1
                     pen.rectangle((left + low, high + low, left + far, high + far), outline=ink, width=2)
-                x, y = here.corners[row]
-                pen.text(
-                    (left, high + tile + 2),
-                    f"{numbers[int(row)]}: {_value(one, row)}, ({x:.0f}, {y:.0f})",
-                    "black",
-                    font,
-                )
+                pen.text((left, high + tile + 4), captions[int(row)], "black", small)
             top += height + _GAP
     return sheet
 

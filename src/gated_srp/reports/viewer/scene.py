@@ -118,6 +118,8 @@ def _layer(layer: Layer) -> dict[str, Any]:
         "label": layer.scaled.label,
         "note": describe(layer.one) + past_the_bar(layer.scaled),
         "beyond": layer.scaled.beyond,
+        "unit": layer.one.unit,
+        "signed": layer.one.signed,
         "words": MEANING.get(layer.value, _DIFFERENCE),
         "top": layer.top,
     }

@@ -265,6 +265,9 @@
 
   const spoken = (value) => (Number.isNaN(value) ? "not seen" : Math.abs(value) >= 1e-3 || value === 0 ? value.toPrecision(3) : value.toExponential(1));
 
+  // As it is, and as the colour bar counts it.
+  const counted = (layer, value) => spoken(value) + (!layer.unit || Number.isNaN(value) ? "" : layer.signed ? " (" + (100 * value / layer.unit).toFixed(1) + " %)" : " (" + (value / layer.unit).toPrecision(3) + " x)");
+
   function hover(one, position) {
     if (!one.viewer.isOpen() || !one.viewer.world.getItemCount()) return;
     const place = one.viewer.viewport.viewerElementToImageCoordinates(position), data = state.data, row = patchAt(place.x, place.y);
@@ -274,7 +277,7 @@
     table.append(made("caption", "Patch " + row + " at (" + data.corners[2 * row] + ", " + data.corners[2 * row + 1] + ")"));
     for (const layer of data.layers) {
       const line = made("tr");
-      line.append(made("th", (layer.run < 0 || data.runs.length < 2 ? "" : data.runs[layer.run].name + ": ") + layer.title, { scope: "row" }), made("td", spoken(layer.values[row])));
+      line.append(made("th", (layer.run < 0 || data.runs.length < 2 ? "" : data.runs[layer.run].name + ": ") + layer.title, { scope: "row" }), made("td", counted(layer, layer.values[row])));
       table.append(line);
     }
     $("patch").replaceChildren(table);
@@ -303,7 +306,7 @@
     const buttons = layer.top.map((row, i) => {
       const button = made("button", null, { title: "Go to patch " + row });
       if (data.image) button.append(made("img", null, { src: "slide/" + state.slide + "/patch/" + row + ".jpg", alt: "patch " + (i + 1), loading: "lazy" }));
-      button.append(made("span", i + 1 + ": " + spoken(layer.values[row])));
+      button.append(made("span", i + 1 + ": " + counted(layer, layer.values[row])));
       button.onclick = () => jump(i);
       return button;
     });
@@ -382,8 +385,12 @@
   $("help").onclick = () => { $("keys").hidden = !$("keys").hidden; $("help").setAttribute("aria-expanded", String(!$("keys").hidden)); };
   document.addEventListener("keydown", (event) => {
     if (!state.data || event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
-    const count = state.data.layers.length;
+    const count = state.data.layers.length, view = state.panes[0].viewer.viewport, seen = view.getBounds();
+    const move = (across, down) => () => { view.panBy(new OpenSeadragon.Point(0.15 * across * seen.width, 0.15 * down * seen.height)); view.applyConstraints(); };
+    const zoom = (factor) => () => { view.zoomBy(factor); view.applyConstraints(); };
     const act = {
+      "+": zoom(1.4), "=": zoom(1.4), "-": zoom(1 / 1.4), arrowleft: move(-1, 0), a: move(-1, 0), arrowright: move(1, 0), d: move(1, 0),
+      arrowup: move(0, -1), w: move(0, -1), arrowdown: move(0, 1), s: move(0, 1),
       l: () => choose(0, (state.chosen[0] + 1) % count), k: () => choose(0, (state.chosen[0] + count - 1) % count),
       o: () => { state.shown = !state.shown; for (const one of state.panes) paint(one); }, g: () => $("grey").click(),
       n: () => jump(state.top + 1), p: () => jump(state.top < 0 ? -1 : state.top - 1), 0: () => $("home").click(),
