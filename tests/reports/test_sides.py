@@ -42,7 +42,7 @@ def test_each_test_slide_has_both_arms_and_their_difference_and_truth_where_it_i
     assert [panel.heading for panel in sides.slides[0].panels] == ["what is true", *three]
     assert [panel.heading for panel in sides.slides[1].panels] == three
     assert sides.slides[0].words.startswith("label a; NA: predicted ") and sides.slides[0].words.endswith("seed 42")
-    assert sides.notes == ("Maps of 8 of 13 test slides; `gated-srp report --maps 13` draws more.",)
+    assert sides.notes == ("Maps of 8 of 13 test slides; 5 of them without a feature file where the settings say.",)
 
 
 def test_the_difference_has_the_colour_of_its_number_at_each_patch(home, sides):
@@ -80,7 +80,13 @@ def test_rows_of_the_slide_table_lead_to_their_maps(home):
 def test_few_maps_none_and_maps_on_tissue_can_be_asked_for(home, tmp_path):
     contents = read_contents(home)
     assert [one.slide for one in side_by_side(contents, most=2).slides] == ["s00", "s01"]
-    assert side_by_side(contents, most=0).slides == ()
+    assert (
+        side_by_side(contents, most=2)
+        .notes[0]
+        .endswith("6 left out to keep the page small and quick (`--maps 8` draws more).")
+    )
+    none = side_by_side(contents, most=0)
+    assert none.slides == () and none.notes == ()
     image(tmp_path).rename(tmp_path / "s01.tif")
     bare, tissue = side_by_side(contents, most=2, wsi=tmp_path).slides
     assert bare.panels[-1].uri.startswith("data:image/png") and tissue.panels[-1].uri.startswith("data:image/jpeg")

@@ -129,7 +129,7 @@ def side_by_side(
     found: list[SideBySide] = []
     notes: dict[str, None] = {}
     bars: tuple[dict[str, Any], ...] = ()
-    patches, room, tested = _PATCHES, BYTES, 0
+    patches, room, tested, absent, left = _PATCHES, BYTES, 0, 0, 0
     files: dict[str, _Files] = {}
     for pair, row in _slides(contents) if most != 0 else ():
         tested += 1
@@ -137,10 +137,12 @@ def side_by_side(
             if pair.cohort not in files:
                 files[pair.cohort] = _Files({}, Preparation())  # what cannot be read is said once
                 files[pair.cohort] = _Files.of(pair.runs[0])
-            if (file := files[pair.cohort].of_slide.get(str(row["slide"]))) is None or room <= 0:
+            if (file := files[pair.cohort].of_slide.get(str(row["slide"]))) is None:
+                absent += 1
                 continue
             count = len(open_header(file, files[pair.cohort].reading).coords)
-            if len(found) == most if most else count > patches:
+            if room <= 0 or (len(found) == most if most else count > patches):
+                left += 1
                 continue
             views = [view_slide(run.path, file, reading=files[pair.cohort].reading) for run in pair.runs]
             one, bars = _draw(pair, row, views, wsi, truth / f"{row['slide']}.csv")
@@ -150,9 +152,14 @@ def side_by_side(
         patches, room = patches - count, room - one.size
         found.append(one)
     said = list(notes)[:3]
-    if found and len(found) < tested:
-        more = f"; `gated-srp report --maps {tested}` draws more" if most is None else ""
-        said.append(f"Maps of {len(found)} of {counted(tested, 'test slide')}{more}.")
+    if len(found) < tested:
+        why = [f"{absent} of them without a feature file where the settings say" if absent else ""]
+        why.append(
+            f"{left} left out to keep the page small and quick (`--maps {len(found) + left}` draws more)"
+            if left
+            else ""
+        )
+        said.append("; ".join([f"Maps of {len(found)} of {counted(tested, 'test slide')}", *filter(None, why)]) + ".")
     return Sides(tuple(found), bars, tuple(said))
 
 
