@@ -149,6 +149,10 @@ class DSMIL(Peer):
     intervals stand in place of the classes, in both streams.
     """
 
+    refuses: ClassVar[Mapping[str, str]] = {
+        "cox": "it trains two answers, and a partial likelihood of a window is of one. Take abmil, or `task: survival`."
+    }
+
     def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 384, query_dim: int = 128) -> None:
         super().__init__(in_dim)
         self.instance_head = nn.Linear(in_dim, num_outputs)
@@ -216,6 +220,8 @@ class CLAM(ABMIL):
     refuses: ClassVar[Mapping[str, str]] = {
         "survival": _CLASSES + "a survival time is none. Take abmil.",
         "multilabel": _CLASSES + "several labels are none. Take abmil.",
+        "cox": _CLASSES + "a survival time is none. Take abmil.",
+        "regression": _CLASSES + "a number is none. Take abmil.",
     }
 
     def __init__(self, in_dim: int, num_outputs: int, *, dim: int = 512, sampled: int = 8, share: float = 0.3) -> None:

@@ -33,7 +33,10 @@ __all__ = [
 _GROUP = "gated_srp.tasks"  # of entry points
 TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Classification, Survival, Multilabel)}
 # Ours that are chosen by name alone, loaded when they are: no column says of itself that it is one of them.
-_BY_NAME = (EntryPoint("regression", "gated_srp.tasks.regression:Regression", _GROUP),)
+_BY_NAME = (
+    EntryPoint("regression", "gated_srp.tasks.regression:Regression", _GROUP),
+    EntryPoint("cox", "gated_srp.tasks.cox:Cox", _GROUP),
+)
 
 
 def task_names() -> tuple[str, ...]:

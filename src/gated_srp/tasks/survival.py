@@ -123,9 +123,9 @@ class Survival(Task):
     @classmethod
     def read(cls, frame: pd.DataFrame, columns: Any, *, classes: Sequence[str] | None, where: Path) -> Labels:
         """``time``, and ``event``: 1 where it was seen, 0 where the case is censored."""
-        from gated_srp.tasks.events import read_follow_up  # not above: other tasks do without
+        from gated_srp.tasks import events  # not above: other tasks do without
 
-        return read_follow_up(frame, columns, where)
+        return events.read_follow_up(frame, columns, where)
 
     @classmethod
     def describe(cls, frame: pd.DataFrame, classes: tuple[str, ...], columns: Any) -> list[Note]:
@@ -188,7 +188,7 @@ class Survival(Task):
         """
         cls.checked_metric(metric)
         cases = training.drop_duplicates("case") if "case" in training else training
-        follow_up = _read(cases)
+        follow_up = read_follow_up(cases)
         if not len(follow_up.time):
             cure = "Check the split and the table's time column."
             raise UserError("the training split has no case", where="survival", cure=cure)
@@ -222,12 +222,12 @@ class Survival(Task):
         """(B, 2) whole numbers: the bin of ``time`` (found here, in the edges' double precision) and ``event``."""
         import torch
 
-        follow_up = _read(table)
+        follow_up = read_follow_up(table)
         return torch.from_numpy(np.stack([self.bins(follow_up.time), follow_up.event], 1).astype(np.int64))
 
     def answers(self, table: pd.DataFrame) -> Columns:
         """``time``, and ``event`` as 0 or 1."""
-        follow_up = _read(table)
+        follow_up = read_follow_up(table)
         return {"time": follow_up.time, "event": follow_up.event.astype(np.int64)}
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Survival(Task):
         These are the only times of which the model speaks: to live through bin k is to outlive edge k, so
         ``survival_at_<edge k>`` is the prediction for that time, without interpolation.
         """
-        cases = _read(predictions)
+        cases = read_follow_up(predictions)
         training = self.training or cases
         risk = predictions["risk"].to_numpy(np.float64)
         survival = predictions[self._curve].to_numpy(np.float64)  # (B, edges)
@@ -359,7 +359,8 @@ def _log_hazard(logits: Tensor) -> Tensor:
     return F.logsigmoid(logits).clamp(math.log(SMALLEST), math.log1p(-SMALLEST))
 
 
-def _read(table: pd.DataFrame) -> FollowUp:
+def read_follow_up(table: pd.DataFrame) -> FollowUp:
+    """``time`` and ``event`` of a tidy table."""
     time, event = (table[name].to_numpy(np.float64) for name in ("time", "event"))
     bad = ~np.isfinite(time) | (time < 0) | ~np.isin(event, (0, 1))
     if bad.any():

@@ -37,17 +37,14 @@ SCARCE = 10  # slides of a class, or events, below which a result says little
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW settings of the appendix; a step takes ``batch_size`` bags, an update ``accumulation`` steps.
-
-    ``drop_last``: an epoch's last batch is left out where it is smaller than the others.
-    """
+    """AdamW settings of the appendix; a step takes ``batch_size`` bags, an update ``accumulation`` steps."""
 
     epochs: int
     lr: float
     weight_decay: float
     accumulation: int
     batch_size: int = 1
-    drop_last: bool = False
+    drop_last: bool = False  # leave out an epoch's last batch where it is smaller than the others
 
 
 class Header(Protocol):
@@ -108,6 +105,7 @@ class Task(ABC):
     one_truth_per_case: ClassVar[bool] = False  # whether rows of one patient must agree
     hold_out: ClassVar[Literal["shuffled", "dealt"]] = "shuffled"  # see ``data.splits.rules``
     losses: ClassVar[tuple[str, ...]] = ()  # what ``train.loss`` may name; the first is the default
+    joint: ClassVar[bool] = False  # whether the loss is of the bags of an update together, rather than a mean over them
     calibrates: ClassVar[bool] = False  # whether logits may be divided by a fitted temperature before `predict`
     judges_training: ClassVar[bool] = False  # whether `training_facts` needs predictions of the training cases
 
@@ -298,6 +296,11 @@ class Task(ABC):
 
     def examine(self, cases: pd.DataFrame, card: Mapping[str, Any]) -> Findings | None:
         """What evaluated cases show besides metrics, e.g. risk groups."""
+        return None
+
+    @classmethod
+    def window_problem(cls, bags: int) -> UserError | None:
+        """Why nothing can be learnt from so many bags per update, if so."""
         return None
 
     @classmethod

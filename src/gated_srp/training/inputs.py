@@ -93,6 +93,8 @@ class TrainingData:
 def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     """Read the table, find the files, draw the split; everything that can be wrong before the first bag is refused here."""
     data = open_cohort(config)
+    if problem := data.table.kind.window_problem(config.train.accumulation * config.train.batch_size):
+        raise problem
     split = data.split(seed, fold)
     slides = data.with_parts(split)
     lacking = _check_parts(slides, split, data)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gated_srp.config.cohort import TrainConfig
 from gated_srp.data.loader import BagLoader, SlideBag, together
 from gated_srp.errors import UserError
-from gated_srp.models.slide import SlideModel
+from gated_srp.models.slide import Loss, SlideModel
 from gated_srp.srp import PatchGraph, SignedGate, range_free, regimes
 from gated_srp.streams import stream
 from gated_srp.tasks import Task, selection_score
@@ -116,11 +116,16 @@ def train_epoch(training: Training, rows: Sequence[int], callbacks: Callbacks) -
     total = settings.steps(len(rows))
     order = [rows[i] for i in bag_order(training.seed, progress.epoch, len(rows), training.sampling)][:kept]
     windows = [order[start : start + size] for start in range(progress.bags, len(order), size)]
-    mine = [row for window in windows for row in window[ranks.rank :: ranks.count]]
+    add_up, times = accumulate, 1
+    if training.task.joint:
+        from gated_srp.training.joint import accumulate_jointly  # not above: few tasks need it
+
+        add_up, times = accumulate_jointly, 2
+    mine = [row for window in windows for _ in range(times) for row in window[ranks.rank :: ranks.count]]
     bags = training.loader.epoch(mine, (training.seed, progress.epoch))
     training.model.train()
     for window in windows:
-        losses = accumulate(training, window, bags, callbacks)
+        losses = add_up(training, window, bags, callbacks)
         gates = training.gates.take(ranks.device)
         ranks.sum(training.gradient, losses, gates)
         values, betas = losses.tolist(), gates.double().cpu()
@@ -159,15 +164,18 @@ def steps(ranks: Ranks, bags: int, size: int) -> Iterator[range]:
     return (mine[start : start + size] for start in range(0, len(mine), size))
 
 
-def training_step(training: Training, batch: Sequence[SlideBag]) -> Tensor:
-    """The mean loss of bags that go through the model together."""
+def training_step(
+    training: Training, batch: Sequence[SlideBag], *, loss: Loss | None = None, recorded: bool = True
+) -> Tensor:
+    """The mean loss of bags that go through the model together; ``recorded``: what the gates do counts."""
     model, device = training.model, training.ranks.device
     keep = None
     if model.drop_path > 0:
         names = [f"drop path/{training.progress.epoch}/{bag.slide}" for bag in batch]
         keeps = [model.draw_keep(1, generator=stream(training.seed, name)) for name in names]
         keep = torch.cat(keeps, -1).to(device)
-    training.gates.next_bag()
+    if recorded:
+        training.gates.next_bag()
     features, graph = together(batch)
     target = torch.stack([bag.target for bag in batch if bag.target is not None])
     with training.ranks.autocast():
@@ -175,7 +183,7 @@ def training_step(training: Training, batch: Sequence[SlideBag]) -> Tensor:
             features.to(device, non_blocking=True),
             graph.to(device),
             target.to(device),
-            loss=training.task.training_loss,
+            loss=loss or training.task.training_loss,
             keep=keep,
         )
 
