@@ -355,7 +355,7 @@ def test_a_split_that_all_seeds_share_is_called_one_split(tmp_path):
     (tmp_path / "split.csv").unlink()
     own = config.model_copy(update={"split": None})
     assert "4 test (seed 42, one of 2 splits)" in dict(facts_in_words(check(own).facts))["split"]
-    assert "slides (seed 42)" in dict(facts_in_words(check(own, seeds=[42]).facts))["split"]
+    assert "4 test (seed 42)" in dict(facts_in_words(check(own, seeds=[42]).facts))["split"]
 
 
 def _split_line(found):
