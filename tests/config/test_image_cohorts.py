@@ -49,7 +49,10 @@ def test_slides_are_as_they_were(tmp_path):
         ("images: a\nfeatures: b\n", "images and features are both set"),
         ("images: a\ncap: 100\n", "images and cap are both set"),
         ("images: a\ncache: b\n", "images and cache are both set"),
-        ("images: {folder: a, size: 270}\n", "images.size is 270, expected a multiple of images.patch .16., twice it at least"),
+        (
+            "images: {folder: a, size: 270}\n",
+            "images.size is 270, expected a multiple of images.patch .16., twice it at least",
+        ),
         ("images: {folder: a, sise: 270}\n", r"images\.sise: no such setting\. Did you mean images\.size\?"),
         ("images: {folder: a, patch: 0}\n", r"images\.patch: "),
     ],
