@@ -145,6 +145,18 @@ def test_what_is_written_is_what_the_tools_read(tmp_path):
     assert list(tsv[about["task_col"]]) == list(table.frame["label"])
 
 
+def test_slides_are_exported_under_the_names_of_their_files(tmp_path):
+    """STAMP's table has uni2/block_00.h5; CLAM looks for block_00.pt."""
+    table = patients()
+    other = Table(
+        table.frame.assign(slide=[f"uni2/{slide}.h5" for slide in table.frame["slide"]]), table.task, table.classes
+    )
+    for layout, file in (("clam", "splits_0.csv"), ("patho-bench", "k=all.tsv")):
+        export_splits(k_folds(table, 2, 42)[:1], table, tmp_path / "a", layout)
+        export_splits(k_folds(other, 2, 42)[:1], other, tmp_path / "b", layout)
+        assert (tmp_path / "a" / file).read_text() == (tmp_path / "b" / file).read_text()
+
+
 def test_a_patient_in_two_parts_is_not_exported(tmp_path):
     torn = Split("slide_id", {"S00a": "train", "S00b": "test", "S01a": "val"}, "by hand")
     with pytest.raises(UserError, match="in more than one part"):

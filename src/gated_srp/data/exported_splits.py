@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import pandas as pd
 
+from gated_srp.data.matching import slide_stem
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import UserError
@@ -43,9 +44,9 @@ def export_splits(splits: Sequence[Split], table: Table, folder: str | Path, lay
 
 
 def _clam(parts: list[pd.Series], table: Table) -> dict[str, str]:
-    found = {}
+    found, names = {}, _slide_ids(table)
     for fold, part in enumerate(parts):
-        slides = {name: [spreadsheet_safe(one) for one in table.frame["slide"][part == name]] for name in PARTS}
+        slides = {name: list(names[part == name]) for name in PARTS}
         rows = [[number, *row] for number, row in enumerate(zip_longest(*slides.values(), fillvalue=""))]
         inside = [[slide, *(name == one for one in PARTS)] for name in PARTS for slide in slides[name]]
         found[f"splits_{fold}.csv"] = _text([["", *PARTS], *rows], ",")
@@ -66,7 +67,8 @@ def _patho_bench(parts: list[pd.Series], table: Table) -> dict[str, str]:
     import yaml
 
     labels = [str(name) for name in table.frame if name not in _NOT_LABELS]
-    columns = [table.frame[name].map(lambda cell: spreadsheet_safe(str(cell))) for name in ("case", "slide", *labels)]
+    columns = [table.frame[name].map(lambda cell: spreadsheet_safe(str(cell))) for name in ("case", *labels)]
+    columns.insert(1, _slide_ids(table))
     rows = zip(*columns, *(part.fillna("") for part in parts), strict=True)
     header = ["case_id", "slide_id", *labels, *(f"fold_{fold}" for fold in range(len(parts)))]
     about: dict[str, object] = {
@@ -80,6 +82,12 @@ def _patho_bench(parts: list[pd.Series], table: Table) -> dict[str, str]:
         about["label_dict"] = dict(enumerate(table.classes))
     tsv = _text([header, *map(list, rows)], "\t")
     return {"k=all.tsv": tsv, "config.yaml": yaml.safe_dump(about, sort_keys=False, allow_unicode=True)}
+
+
+def _slide_ids(table: Table) -> pd.Series:
+    """Without folders and endings, as these tools name slides and look for their files, while that leaves them apart."""
+    stems = table.frame["slide"].map(slide_stem)
+    return (stems if stems.is_unique else table.frame["slide"]).map(spreadsheet_safe)
 
 
 def _text(rows: Sequence[Sequence[object]], delimiter: str) -> str:
