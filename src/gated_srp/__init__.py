@@ -18,6 +18,7 @@ __all__ = [
     "check",
     "compare",
     "crossval",
+    "embed",
     "evaluate",
     "explain",
     "extract",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from gated_srp.study.cross_validation import crossval
     from gated_srp.study.reproduction import reproduce
     from gated_srp.study.tuning import tune
+    from gated_srp.training.embed import embed
     from gated_srp.training.evaluate import evaluate
     from gated_srp.training.predict import predict
     from gated_srp.training.train import train
@@ -69,6 +71,7 @@ _HOMES = {
     "crossval": "study.cross_validation",
     "load_model": "models.store",
     "check": "checks.check",
+    "embed": "training.embed",
     "evaluate": "training.evaluate",
     "explain": "reports.explain",
     "extract": "slides.extract",

@@ -65,6 +65,7 @@ app.command("schema")(cohorts.schema)
 app.command("redundancy")(cohorts.redundancy)
 app.command("train")(runs.train)
 app.command("predict")(runs.predict)
+app.command("embed")(runs.embed)
 app.command("evaluate")(runs.evaluate)
 app.command("arms")(studies.arms)
 app.command("compare", context_settings={"token_normalize_func": str})(studies.compare)  # whose --output is --tables

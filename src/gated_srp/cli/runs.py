@@ -1,4 +1,4 @@
-"""Commands that make and use single runs and model files: train, predict, evaluate, convert."""
+"""Commands that make and use single runs and model files: train, predict, embed, evaluate, convert."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -109,6 +109,36 @@ def predict(
     for line in found.summary():
         say(line)
     say_written(found.write(output, layout))
+
+
+def embed(
+    run: Run,
+    features: Annotated[Path, Argument(help="A folder of feature files, or one of them.")],
+    output: Annotated[
+        Path, Option("--out", "-o", help="NAME.h5, NAME.h5ad (AnnData), or a folder for one file per slide (TRIDENT).")
+    ] = Path("embeddings.h5"),
+    patches: Annotated[bool, Option("--patches", help="Also write the tokens of patches, one file per slide.")] = False,
+    features_key: Annotated[str | None, Option(help="Name of the feature array, where it is unusual.")] = None,
+    coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
+    coords: Coords = None,
+    table: Whose = None,
+    stride: Stride = None,
+    workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
+    force: Force = False,
+) -> None:
+    """Turn slides into vectors: what a run's model gives its head, for other tools."""
+    from gated_srp.training.embed import embed as run_on
+
+    keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "coords": coords, "table": table}
+    with show_progress() as progress:
+        how: dict[str, Any] = {"stride": stride, "force": force, "workers": workers, "progress": progress}
+        found = run_on(run, features, out=output, patches=patches, **keys, **how)
+    _say(found.notes, found.skipped)
+    count, width = found.features.shape
+    say(f"{counted(count, 'slide')} as vectors of {width} numbers, {len(found.skipped)} skipped")
+    say_written(found.written[-3:])
+    if len(found.written) > 3:
+        say(f"and {counted(len(found.written) - 3, 'other file')}")
 
 
 def evaluate(

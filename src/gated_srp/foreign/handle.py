@@ -66,7 +66,8 @@ class Handle:
 
     def gates(self) -> dict[str, GatedSRP]:
         """Name of the attention layer -> its correction."""
-        return {site.name: site.module.correction for site in self.sites if site.module.correction is not None}
+        found = {site.name: site.module.correction for site in self.sites}
+        return {name: _unwrapped(gate) for name, gate in found.items() if gate is not None}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for layer, gate in self.gates().items():
@@ -223,6 +224,17 @@ def handle_of(model: nn.Module) -> Handle:
     if not isinstance(handle, Handle):
         raise UserError("nothing is attached to it", where=type(model).__name__, cure="Call attach(model) first.")
     return handle
+
+
+def _unwrapped(gate: Any) -> GatedSRP:
+    """The gate that works where peft keeps copies of it (``modules_to_save``): that of the active adapter, else the one attached."""
+    copies = getattr(gate, "modules_to_save", None)
+    if copies is None:
+        own: GatedSRP = gate
+        return own
+    active = [name for name in gate.active_adapters if name in copies and not gate.disable_adapters]
+    working: GatedSRP = copies[active[0]] if active else gate.original_module
+    return working
 
 
 def _find(model: nn.Module, grid: tuple[int, int] | None, adapters: Adapters | None) -> Found:

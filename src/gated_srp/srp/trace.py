@@ -69,8 +69,8 @@ def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Itera
                 parts.append((beta, (beta * component).abs(), graph))
 
         handles.append(layer.register_forward_hook(on_layer, with_kwargs=True))
-        if isinstance(layer.correction, GatedSRP):
-            handles.append(layer.correction.coefficient.register_forward_hook(on_gate))
+        for gate in _gates(layer):
+            handles.append(gate.coefficient.register_forward_hook(on_gate))
 
     for number, (layer, record) in enumerate(zip(layers, seen, strict=True)):
         watch(layer, record, attention if isinstance(attention, bool) else number in attention)
@@ -126,8 +126,8 @@ def set_gates(
         handles.append(coefficient.register_forward_hook(on_gate))
 
     for number, layer in enumerate(_layers(model)):
-        if isinstance(layer.correction, GatedSRP) and (layers is None or number in layers):
-            watch(layer, layer.correction.coefficient)
+        for gate in _gates(layer) if layers is None or number in layers else ():
+            watch(layer, gate.coefficient)
     try:
         yield
     finally:
@@ -137,6 +137,12 @@ def set_gates(
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
+
+
+def _gates(layer: nn.Module) -> list[GatedSRP]:
+    """The layer's, if it has one; of several, where a library such as peft keeps copies of it, only one is called."""
+    found = layer.correction.modules() if isinstance(layer.correction, nn.Module) else ()
+    return [module for module in found if isinstance(module, GatedSRP)]
 
 
 def _columns(rows: Tensor, graph: PatchGraph) -> Tensor:

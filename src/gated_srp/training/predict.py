@@ -6,7 +6,7 @@ Shapes: M runs, B slides, C channels, K outputs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -136,7 +136,7 @@ def predict(
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     members = open_runs(several)
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
-    slides = _named(files, table)
+    slides = with_ids(files, table)
     where = Path(coords) if coords else None
     reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
     found = run_models(members, slides, reading=reading, force=force, workers=workers, progress=progress)
@@ -180,14 +180,14 @@ def slides_beside(
     """
     if not run.patients:
         return None
-    slides = _named(files, table)
+    slides = with_ids(files, table)
     own: dict[str, list[Path]] = defaultdict(list)
     for case, file in zip(slides["case"], files, strict=True):
         own[case].append(file)
     return {f: [o for o in own[c] if o != f] for c, f in zip(slides["case"], files, strict=True) if c}
 
 
-def _named(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFrame:
+def with_ids(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFrame:
     """slide, case and file: ids of the table where one is named, else names of files and patients of TCGA barcodes."""
     names = slide_names(files)
     ids = {str(file): (name, tcga_patient(name) or "") for file, name in zip(files, names, strict=True)}
@@ -254,8 +254,12 @@ def run_models(
     force: bool = False,
     workers: int = 1,
     progress: Progress = silent,
+    model: Callable[[TrainedRun], RunModel] | None = None,
 ) -> Outputs:
-    """Every run's logits of slides (columns slide, case, file). Files that cannot be used are skipped; all of them: an error."""
+    """Every run's logits of slides (columns slide, case, file). Files that cannot be used are skipped; all of them: an error.
+
+    ``model``: what is called for each run, if not its model: it may give something else than logits.
+    """
     groups: dict[Preparation, list[int]] = defaultdict(list)  # runs that see the same bags
     for number, run in enumerate(runs):
         groups[run.preparation(reading)].append(number)
@@ -269,7 +273,7 @@ def run_models(
     total, done = len(slides) * len(groups), 0
     collected = _Collected(slides)
     for numbers, dataset in zip(groups.values(), datasets, strict=True):
-        models = {number: _Model(runs[number]) for number in numbers}
+        models = {number: (model or RunModel)(runs[number]) for number in numbers}
         rows = [row for row in range(len(slides)) if row not in collected.problems]
         with BagLoader(dataset, workers=workers) as loader:
             for row, bag in _each(loader, rows):
@@ -279,7 +283,7 @@ def run_models(
     return collected.outputs(runs)
 
 
-class _Model:
+class RunModel:
     """A run's model on the device, in the precision of its training."""
 
     def __init__(self, run: TrainedRun) -> None:
@@ -320,7 +324,7 @@ class _Collected:
         self.problems: dict[int, str] = {}
         self.warnings: dict[str, list[Note]] = defaultdict(list)  # by kind
 
-    def add(self, row: int, bag: SlideBag | UserError, models: Mapping[int, _Model]) -> None:
+    def add(self, row: int, bag: SlideBag | UserError, models: Mapping[int, RunModel]) -> None:
         """One slide by the models that see this bag."""
         try:
             if isinstance(bag, UserError):
