@@ -22,6 +22,21 @@ def test_every_number_and_statement_of_the_page_is_recomputed_from_the_tables(pa
     assert (DOCS / "evidence.md").read_text(encoding="utf-8") == page.render(), "python docs/evidence/page.py writes it"
 
 
+def test_readme_and_check_say_what_the_tables_say(page):
+    from gated_srp.config.reach import EVIDENCE
+
+    plan = yaml.safe_load((DOCS / "evidence" / "breakhis.yaml").read_text())
+    results = pd.read_csv(DOCS / "evidence" / "breakhis.csv", dtype={"seed": str})
+    assert page.advice(plan, results) == EVIDENCE
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    assert page._primary(plan, results).replace("On real tissue", "on real tissue") in readme
+    simulation = page.read_plan(DOCS / "evidence" / "simulation.yaml")
+    found = page.differences(page.read_table(DOCS / "evidence" / "simulation.csv"), simulation)
+    structure = found[found["diagram"] == "structure"]
+    assert len(structure) == 18 and not ((structure["low"] > 0) | (structure["high"] < 0)).any()
+    assert "In 18 contrasts on generated cohorts no interval excludes zero" in readme
+
+
 def test_the_tables_hold_runs_of_the_plan_alone_and_each_once():
     plan = yaml.safe_load((DOCS / "evidence" / "breakhis.yaml").read_text())
     planned = {(stage["cohort"], arm) for stage in plan["stages"] for arm in stage["arms"]}

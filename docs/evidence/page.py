@@ -54,7 +54,7 @@ def _stage_table(found: Sequence[Difference], patients: pd.DataFrame) -> Iterato
     yield "| arm | mean | NA | difference (95 % interval) | over resampled patients | what it shows |\n|---|---|---|---|---|---|"
     for one in found:
         interval = f"{one.test.mean:+.4f} ({one.test.low:+.4f} to {one.test.high:+.4f})"
-        words = "; ".join(filter(None, (one.verdict, one.no_worse)))
+        words = _shown(one).partition(" is ")[2].partition(" (")[0]
         row = beside.get((one.cohort, one.arm, one.metric))
         drawn = f"{row.low:+.4f} to {row.high:+.4f}, {row.seeds} runs" if row else ""
         yield f"| {arm_title(one.arm)} | {one.means[0]:.4f} | {one.means[1]:.4f} | {interval} | {drawn} | {words} |"
@@ -245,8 +245,23 @@ def _primary(plan: dict, results: pd.DataFrame) -> str:
     if len(here) < len(first["arms"]) * len(first["seeds"]):
         return f"On real tissue the answer is still open: {len(here)} of {len(first['arms']) * len(first['seeds'])} runs of the primary contrast are finished."
     found = compare_results(here, "na", margin=plan["margin"]).cohorts
-    said = "; ".join(f"{arm_title(one.arm)}: {one.verdict}, {one.no_worse}" for one in found)
-    return f"On real tissue (BreaKHis, benign or malignant, AUC against NA): {said}."
+    return f"On real tissue (BreaKHis, benign or malignant, AUC minus that of NA): {'; '.join(map(_shown, found))}."
+
+
+def _shown(one: Difference) -> str:
+    """A difference in words: what the interval allows one to say, and no more."""
+    verdict = ("better" if one.test.mean > 0 else "worse") if one.claimed else "not distinguishable from NA"
+    interval = f"{one.test.mean:+.4f}, 95 % interval {one.test.low:+.4f} to {one.test.high:+.4f}"
+    return f"{arm_title(one.arm)} is {', '.join(filter(None, (verdict, one.no_worse)))} ({interval})"
+
+
+def advice(plan: dict, results: pd.DataFrame) -> str:
+    """What open gates gave in the primary contrast: `check` says it where it advises to open them."""
+    here = results[(results["cohort"] == "breakhis-binary") & (results["metric"] == "macro_auc")]
+    fast = "gated_srp@train.gate_lr=10"
+    here = here[here["arm"].isin(["na", fast]) & here["seed"].isin(map(str, plan["stages"][0]["seeds"]))]
+    (one,) = compare_results(here, "na", margin=plan["margin"]).cohorts
+    return f"on real tissue open gates changed the AUC by {one.test.mean:+.3f} (95 % interval {one.test.low:+.3f} to {one.test.high:+.3f})"
 
 
 if __name__ == "__main__":

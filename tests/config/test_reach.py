@@ -55,7 +55,10 @@ def test_the_factor_that_is_advised_is_enough_and_the_one_before_is_not():
     assert reach.short and round(reach.beta, 3) == 0.026 and reach.factor == 30
     assert not Reach(130, 2e-4, 30.0, 1.0, 64).short and Reach(130, 2e-4, 20.0, 1.0, 64).short
     assert Reach(3, 1e-6, 1.0, 1.0, 64).factor is None
-    assert "which need not help" in reach.note("gated_srp").cure and reach.note("gated_srp").level == "warning"
+    assert (
+        "That need not help: on real tissue" in reach.note("gated_srp").cure
+        and reach.note("gated_srp").level == "warning"
+    )
     assert Reach(9300, 2e-4, 1.0, 1.0, 64).note("gated_srp").level == "note"
 
 
