@@ -40,7 +40,8 @@ Address = Annotated[str | None, Option("--address", help="Of the Ray cluster, e.
 def compare(
     cohort: Cohort,
     arms: Annotated[
-        str | None, Option(help="E.g. na,gated_srp,gated_srp@train.gate_lr=10, instead of the YAML's.")
+        str | None,
+        Option(help="E.g. na,gated_srp,gated_srp@train.gate_lr=10, instead of the YAML's; all: every arm that fits."),
     ] = None,
     seeds: Seeds = None,
     quick: Annotated[

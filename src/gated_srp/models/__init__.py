@@ -3,7 +3,17 @@
 from typing import TYPE_CHECKING
 
 from gated_srp import lazily
-from gated_srp.models.arms import ARMS, METHOD, TUNED, arm_settings, arm_title, build_model, find_arm, is_gated
+from gated_srp.models.arms import (
+    ARMS,
+    METHOD,
+    TUNED,
+    arm_settings,
+    arm_title,
+    build_model,
+    find_arm,
+    fitting_arms,
+    is_gated,
+)
 from gated_srp.models.slide import Sizes, SlideModel, SlideTransformer
 from gated_srp.models.store import load_card, load_model, model_file, save_model
 
@@ -23,6 +33,7 @@ __all__ = [
     "build_model",
     "convert",
     "find_arm",
+    "fitting_arms",
     "is_gated",
     "load_card",
     "load_model",

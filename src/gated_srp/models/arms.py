@@ -325,6 +325,15 @@ def find_arm(name: str) -> Arm | PeerArm:
     raise UserError(f"arm {name!r} is not known", cure=f"{hint}Arms: {', '.join(ARMS)}.", kind="unknown_arm")
 
 
+def fitting_arms(task: str, *, images: bool = False) -> tuple[str, ...]:
+    """Every arm that is made for this kind of task, on slides or on images.
+
+    >>> set(ARMS) - set(fitting_arms("classification")) == {name for name, arm in ARMS.items() if arm.images}
+    True
+    """
+    return tuple(name for name, arm in ARMS.items() if arm.images == images and task not in arm.refuses)
+
+
 def arm_settings(name: str) -> tuple[str, dict[str, str]]:
     """An arm, and the settings of the cohort that a study changes for it: ``ARM@SETTING=VALUE``, repeated for several.
 

@@ -131,8 +131,9 @@ def draw_pairs(results: pd.DataFrame, comparison: Comparison, stem: Path, *, mar
     keys = list(dict.fromkeys((str(cell.cohort), cell.metric) for cell in comparison.cohorts))
     if not keys:
         return []
-    figure, axes = panels(2 * len(keys), width=4.0, most=2)
     arms = [comparison.reference, *_gated_first(dict.fromkeys(cell.arm for cell in comparison.cohorts))]
+    width, height = max(4.0, 0.2 * len(arms)), max(3.0, 1.0 + 0.2 * len(arms))  # room for each name
+    figure, axes = panels(2 * len(keys), width=width, height=height, most=2)
     for place, (cohort, metric) in enumerate(keys):
         part = results[(results["cohort"] == cohort) & (results["metric"] == metric)]
         name = f"{short(cohort)}, {metric_name(metric)}"
@@ -152,7 +153,8 @@ def _draw_dots(axis: Axes, wide: pd.DataFrame, name: str) -> None:
         marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
         axis.scatter(positions, values, marker=marker, color=colour, s=22, zorder=2, label=f"seed {seed}")
     axis.hlines(wide.mean(), positions - 0.25, positions + 0.25, color="#000000", linewidth=1.6, zorder=3)
-    axis.set_xticks(positions, [arm_title(str(arm)) for arm in wide.columns], rotation=20, ha="right", fontsize=8)
+    turned: dict[str, Any] = {"rotation": 20, "ha": "right"} if len(positions) <= 10 else {"rotation": 90}
+    axis.set_xticks(positions, [arm_title(str(arm)) for arm in wide.columns], fontsize=8, **turned)
     axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     tidy(axis, x="", y=name.rpartition(", ")[2], title=f"{name}: every seed (bar: mean)")
 
@@ -229,7 +231,7 @@ def _draw_groups(axis: Axes, run: RunFolder) -> float:
 
 def draw_roc(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
     """One-vs-rest curves, mean over classes and seeds, band of one standard deviation over seeds."""
-    figure, (left, right) = panels(2, width=4.2, height=3.8)
+    figure, (left, right) = panels(2, width=4.2, height=max(3.8, 0.6 + 0.18 * len(rows)))  # room for the legend
     for place, (row, runs) in enumerate(rows.items()):
         tables = [_predictions(run) for run in runs]
         for axis, curve in ((left, roc), (right, precision_recall)):

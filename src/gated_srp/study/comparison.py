@@ -92,7 +92,7 @@ def compare(
 
     Args:
         cohort: the cohort's YAML, or its settings.
-        arms, seeds: those of the YAML unless named.
+        arms, seeds: those of the YAML unless named; ``["all"]``: every arm that fits the cohort and its task.
         reference: the arm that others are compared with; ``na`` if it is among them, otherwise the first.
         quick: fewer epochs and seeds for all arms alike, to try it out.
         settings: settings of the YAML to change for all arms alike, e.g. ``{"train.epochs": 5}``.
@@ -118,6 +118,7 @@ def compare(
     """
     from gated_srp.config.cohort import open_cohort
     from gated_srp.config.load import with_changes
+    from gated_srp.models import fitting_arms
     from gated_srp.reports.tables import write_comparison
     from gated_srp.study.cells import Row, moved_gates, plan, quick_version, run_notes, short_gates
     from gated_srp.study.engine import Running, run_cells
@@ -129,6 +130,8 @@ def compare(
     if quick:
         config, seeds, note = quick_version(config, seeds)
         running.say(note)
+    if arms == ("all",):
+        arms = fitting_arms(open_cohort(config).table.task, images=config.images is not None)
     reference = reference or ("na" if "na" in arms else arms[0])
     if reference not in arms:
         what = f"{reference!r} is not among the arms: {', '.join(arms)}"
