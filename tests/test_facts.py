@@ -23,6 +23,11 @@ RULES = {
             r"\bimport\b.*\b(?:Survival|Classification|Multilabel)\b",
         ),
     ),
+    "numbers": (
+        ("records.py",),
+        "read text as numbers with gated_srp.records.parse_numbers: pandas crashes on some exponents, such as 1e2147483648",
+        (r"\bto_numeric\b",),
+    ),
     "arms": (
         ("models",),
         "ask gated_srp.models.find_arm(name) for .dense, .gated, .images, .trunk, .base, .method; add a fact where one is missing",

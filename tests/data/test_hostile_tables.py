@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 
 from gated_srp.config import load_config
+from gated_srp.data.annotations import read_annotations
 from gated_srp.data.imported_splits import import_split
+from gated_srp.data.prediction_tables import read_any_predictions
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import UserError
@@ -165,6 +167,13 @@ def test_a_number_whose_exponent_pandas_crashes_on_is_refused_with_its_row(tmp_p
     ]:
         (tmp_path / name).write_text(text)
         assert "row 3" in str(_refused(tmp_path / name, read))
+    (tmp_path / "p.csv").write_text(f"PATIENT,pred_score,time,event\np1,0.5,3,1\np2,{number},4,0\n")
+    assert "row 3" in str(_refused(tmp_path / "p.csv", read_any_predictions))
+
+
+def test_such_a_number_in_a_table_of_annotated_patches_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y,tumour\n0,0,1\n1e2147483648,0,0\n")
+    _refused(tmp_path / "a.csv", lambda path: read_annotations(path, side=512.0))
 
 
 def test_such_a_number_in_a_file_of_our_own_is_refused_with_its_row(tmp_path):

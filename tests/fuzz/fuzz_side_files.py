@@ -167,6 +167,57 @@ def read_scores_file(path: Path) -> None:
     read_scores(path, Patches.of(read_header(other)))
 
 
+def annotations(folder: Path) -> Iterator[Path]:
+    """Outlines of QuPath, ASAP and ImageScope, a mask, a table of patches."""
+    from PIL import Image
+
+    ring = [[0, 0], [90, 0], [90, 60], [0, 60], [0, 0]]
+    feature = {"type": "Feature", "properties": {"objectType": "annotation", "classification": {"name": "Tumor"}}}
+    feature["geometry"] = {"type": "Polygon", "coordinates": [ring, [[9, 9], [20, 9], [20, 20], [9, 9]]]}
+    corners = "".join(f'<Coordinate Order="{i}" X="{x}" Y="{y}"/>' for i, (x, y) in enumerate(ring))
+    vertices = "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in ring)
+    texts = {
+        "a.geojson": json.dumps({"type": "FeatureCollection", "features": [feature]}),
+        "b.xml": '<ASAP_Annotations><Annotations><Annotation Name="a" Type="Polygon" PartOfGroup="Tumor"><Coordinates>'
+        f"{corners}</Coordinates></Annotation></Annotations></ASAP_Annotations>",
+        "c.xml": '<Annotations MicronsPerPixel="0.5"><Annotation Id="1" Name="Tumor"><Regions><Region Type="0"><Vertices>'
+        f"{vertices}</Vertices></Region></Regions></Annotation></Annotations>",
+        "d.csv": "x,y,tumour\n0,0,1\n10,0,0\n",
+    }
+    for number, (name, text) in enumerate(texts.items()):
+        path = _home(folder, number) / name
+        path.write_text(text)
+        yield path
+    Image.fromarray(np.eye(10, dtype=np.uint8)).save(path := _home(folder, 4) / "e.png")
+    yield path
+
+
+def read_annotation_file(path: Path) -> None:
+    from gated_srp.data.annotations import read_annotations
+
+    drawn = read_annotations(path, size=(100, 100), side=10.0)
+    drawn.coverage(np.array([[0, 0], [50, 50]]), 10, drawn.classes)
+
+
+def predictions(folder: Path) -> Iterator[Path]:
+    """Tables of predictions as CLAM, STAMP and survival tools write them."""
+    clam = "slide_id,Y,Y_hat,p_0,p_1\n" + "".join(f"s{i},{i % 2},{i % 2},0.{9 - i},0.{i + 1}\n" for i in range(6))
+    stamp = "PATIENT,KRAS,pred,KRAS_mut,KRAS_wt\n" + "".join(
+        f"p{i},{('mut', 'wt')[i % 2]},mut,0.7,0.3\n" for i in range(6)
+    )
+    risk = "PATIENT,pred_score,time,event\n" + "".join(f"p{i},0.{i},{i + 1},{i % 2}\n" for i in range(6))
+    for number, text in enumerate((clam, stamp, risk)):
+        path = _home(folder, number) / "p.csv"
+        path.write_text(text)
+        yield path
+
+
+def read_predictions_file(path: Path) -> None:
+    from gated_srp.data.prediction_tables import read_any_predictions
+
+    read_any_predictions(path)
+
+
 def answers(folder: Path) -> Iterator[Path]:
     home = _home(folder)
     pairs = [{"slide": f"s{i}", "left": i % 2} for i in range(3)]

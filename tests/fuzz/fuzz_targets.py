@@ -422,6 +422,8 @@ TARGETS: dict[str, Target] = {
     "gates": Target(side.read_gates, side.gates, 0.5),
     "rows": Target(side.read_row_files, side.rows, 0.5),
     "scores": Target(side.read_scores_file, side.scores, 0.3),
+    "annotations": Target(side.read_annotation_file, side.annotations),
+    "predictions": Target(side.read_predictions_file, side.predictions),
     "answers": Target(side.read_answers, side.answers, 0.3),
     "tuned": Target(side.read_tuned, side.tuned, 0.3),
     "plans": Target(side.read_plan_file, side.plans, 0.3),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gated_srp.errors import Note, UserError, counted
+from gated_srp.records import parse_numbers
 
 if TYPE_CHECKING:
     from shapely import Geometry
@@ -292,9 +293,12 @@ def parse_table(path: Path, side: float | None) -> Parsed:
 
     cure = "Expected the columns x, y and one of zeros and ones, a row per patch."
     try:
-        table = pd.read_csv(path, sep="\t" if path.suffix.lower() == ".tsv" else ",", encoding="utf-8-sig")
+        separator = "\t" if path.suffix.lower() == ".tsv" else ","
+        table = pd.read_csv(path, sep=separator, encoding="utf-8-sig", float_precision="round_trip")
         names = {str(name).strip().lower(): name for name in table}
-        found = table.apply(pd.to_numeric)
+        found = table.apply(parse_numbers)
+        if (found.isna() & table.notna()).to_numpy().any():
+            raise ValueError("a cell that is no number")
     except (OSError, ValueError, TypeError, OverflowError) as error:
         what = f"cannot be read as a table of numbers ({' '.join(str(error).split())[:100]})"
         raise UserError(what, where=path, cure=cure, kind="annotations") from None

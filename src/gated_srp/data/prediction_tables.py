@@ -20,6 +20,7 @@ from gated_srp.data.columns import id_columns, listed, usual_columns
 from gated_srp.data.matching import slide_stem, tcga_patient
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted
+from gated_srp.records import parse_numbers
 
 _TRUTH = ("label", "y", "y_true", "true_label", "truth", "ground_truth", "gt", "target", "true", "class", "true_class")
 _PREDICTED = ("predicted", "pred", "y_hat", "y_pred", "prediction", "predicted_label", "predicted_class")
@@ -181,11 +182,7 @@ def _candidates(frame: pd.DataFrame, used: set[str]) -> Iterator[tuple[str, str,
         ):
             if known and all(f"{known}{value}" in names for value in values):
                 more = [name.removeprefix(known) for name in names if name.startswith(known) and name != truth]
-                classes = [
-                    one
-                    for one in more
-                    if one in values or pd.to_numeric(frame[known + one], errors="coerce").notna().all()
-                ]
+                classes = [one for one in more if one in values or parse_numbers(frame[known + one]).notna().all()]
                 if len(classes) > 1:
                     yield truth, known, classes
                     break
@@ -207,7 +204,7 @@ def _decided(found: pd.DataFrame, frame: pd.DataFrame, classes: Sequence[str], s
 
 
 def _number_cells(frame: pd.DataFrame, name: str, path: Path) -> pd.Series:
-    numbers = pd.to_numeric(frame[name], errors="coerce")
+    numbers = parse_numbers(frame[name])
     wrong = numbers.isna() & frame[name].notna() & (frame[name].str.casefold() != "nan")
     if wrong.any() or np.isinf(numbers).any():
         row = frame.index[wrong | np.isinf(numbers)][0]
