@@ -221,6 +221,12 @@ def test_an_anchor_that_is_used_twice_is_read(tmp_path):
     assert load_config(path).site == "label"
 
 
+def test_a_name_that_no_folder_should_have_is_told_in_words(tmp_path):
+    path = _yaml(tmp_path, "name: -inf\ntable: t.csv\nfeatures: f\ntarget: label\n")
+    with pytest.raises(UserError, match=r"line 1: name: should be letters, digits, .* found '-inf'"):
+        load_config(path)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -174,6 +174,8 @@ def _explained(error: ValidationError, settings: Settings) -> UserError:
             .removeprefix("Value error, ")
             .replace("is not a valid path for <class 'pathlib.Path'>", "should be a path")
         )
+        if item["type"] == "string_pattern_mismatch":  # of `name`, which folders are called by
+            said = "should be letters, digits, spaces or . + - _, and begin with a letter or a digit"
         if item["type"] == "extra_forbidden":
             found.append(str(settings.error(keys, f"{'.'.join(keys)}: no such setting", _nearest(keys))))
             continue
