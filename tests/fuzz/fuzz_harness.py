@@ -119,7 +119,8 @@ def _work(name: str, cases: int, seed: int, home: Path, *, out: TextIO, watch: W
             target.read(case / main)
         except UserError as error:
             text = str(error)
-            found = {"kind": "refused" if str(case) in text and _has_cure(error) else "unnamed", "what": text[:500]}
+            named = str(case) in text or ("." in main and Path(main).name in text)  # the folder is the user's own
+            found = {"kind": "refused" if named and _has_cure(error) else "unnamed", "what": text[:500]}
         except BaseException:
             found = {"kind": "traceback", "what": traceback.format_exc()[-3000:]}
         finally:
