@@ -250,7 +250,7 @@ def _read_results(path: Path) -> None:
     from gated_srp.study.results import compare_results, read_results
 
     frame, notes = read_results(path)
-    str(compare_results(frame, "na", notes=notes))
+    str(compare_results(frame, frame["arm"].iloc[0], notes=notes))  # the reference is an option, not in the file
 
 
 # What runs and studies write -----------------------------------------------------------------------------------------
