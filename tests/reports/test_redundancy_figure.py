@@ -1,5 +1,7 @@
 """Redundancy of tokens after attention and of photographs; the figure is written and says what it shows."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -238,7 +240,7 @@ def test_slides_and_photographs_stand_on_one_axis_of_features_and_of_tokens(tmp_
     (tmp_path / "in").mkdir()
     for i in range(2):
         Image.fromarray(rng.integers(0, 255, (96, 96, 3)).astype(np.uint8)).save(tmp_path / "in" / f"{i}.png")
-        features = rng.normal(size=6).astype(np.float32) + 0.1 * rng.normal(size=(36, 6)).astype(np.float32)
+        features = rng.normal(size=6).astype(np.float32) + 0.3 * rng.normal(size=(36, 6)).astype(np.float32)
         cells = np.stack(np.meshgrid(np.arange(6), np.arange(6)), -1).reshape(-1, 2)
         write_trident(slides, f"s{i}", Slide(cells, features), encoder="mean_colour")
     model = build_model("gated_srp", **(SMALL | {"in_dim": 6}))
@@ -255,12 +257,10 @@ def test_slides_and_photographs_stand_on_one_axis_of_features_and_of_tokens(tmp_
     assert kinds == {"features", "layer 1 before correction", "layer 1 corrected"}
     assert median["all slides", "features", "neighbours"] > 0.9
     drawn = (tmp_path / "out" / "redundancy.svg").read_text()
-    for words in (
-        "patch features",
-        "tokens after attention, layer 1, corrected",
-        "slides (median ",
-        "photographs (median",
-    ):
-        assert words in drawn
+    assert "patch features" in drawn and "tokens after attention, layer 1, corrected" in drawn
+    both = [(unit, kind) for kind in sorted(kinds) for unit in ("slides", "photographs")]
+    labels = re.findall(r"(slides|photographs) \(median ([\d.-]+);", drawn)  # panel by panel
+    expected = [(unit, f"{median[f'all {unit}', kind, 'neighbours']:.2f}") for unit, kind in both]
+    assert sorted(set(labels)) == sorted(set(expected)) and labels[:2] == expected[:2] and labels[0][1] != labels[1][1]
     other = _run(slides, "--images", tmp_path / "in", "--encoder", "efficientnet_lite0", "-o", tmp_path / "x").exception
     assert "features are of mean_colour, but the photographs would be encoded by efficientnet_lite0" in str(other)
