@@ -14,7 +14,18 @@ import gated_srp
 HERE = Path(__file__).resolve().parents[1]
 SOURCE = HERE / "src" / "gated_srp"
 FLOWS = {"init", "check", "extract", "train", "predict", "evaluate", "compare", "tune", "reproduce", "stats", "heatmap"}
-FLOWS |= {"crossval", "embed", "explain", "report", "load_model", "view", "simulate", "readers", "score_readers"}
+FLOWS |= {
+    "compare_targets",
+    "crossval",
+    "embed",
+    "explain",
+    "report",
+    "load_model",
+    "view",
+    "simulate",
+    "readers",
+    "score_readers",
+}
 OTHERS = {"GatedSRP", "PatchGraph", "attach", "trace", "UserError", "__version__"}
 QUICK = {
     "init",

@@ -32,6 +32,7 @@ LAYERS = {
     "study/comparison": 9,  # the flows: they run a study and write its report
     "study/cross_validation": 9,
     "study/prediction_comparison": 9,
+    "study/targets": 9,
     "study/tuning": 9,
     "study/reproduction": 9,
     "demo": 10,

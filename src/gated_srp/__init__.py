@@ -17,6 +17,7 @@ __all__ = [
     "attach",
     "check",
     "compare",
+    "compare_targets",
     "crossval",
     "embed",
     "evaluate",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from gated_srp.study.comparison import compare, stats
     from gated_srp.study.cross_validation import crossval
     from gated_srp.study.reproduction import reproduce
+    from gated_srp.study.targets import compare_targets
     from gated_srp.study.tuning import tune
     from gated_srp.training.embed import embed
     from gated_srp.training.evaluate import evaluate
@@ -68,6 +70,7 @@ _HOMES = {
     "UserError": "errors",
     "attach": "foreign.handle",
     "compare": "study.comparison",
+    "compare_targets": "study.targets",
     "crossval": "study.cross_validation",
     "load_model": "models.store",
     "check": "checks.check",

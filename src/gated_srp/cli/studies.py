@@ -18,8 +18,10 @@ from gated_srp.errors import UserError, counted
 from gated_srp.files import as_stored, write_json
 
 if TYPE_CHECKING:
+    from gated_srp.study.comparison import CompareResult
     from gated_srp.study.engine import Cost
     from gated_srp.study.reproduction import ReproducedStudy
+    from gated_srp.study.targets import TargetsResult
 
 _LONG = 3600.0  # seconds from which on a person is asked
 
@@ -56,6 +58,10 @@ def compare(
     change: Change = None,
     bootstrap: Annotated[int, Option(min=0, help="How often patients are resampled.")] = 200,
     margin: Margin = 0.01,
+    targets: Annotated[
+        str | None,
+        Option(help="Columns to predict, a study each and one summary, e.g. er,her2,score:regression."),
+    ] = None,
     jobs: Jobs = None,
     yes: Yes = False,
     engine: Engine = "local",
@@ -65,19 +71,21 @@ def compare(
     import gated_srp
 
     with _study(jobs, yes, engine, address) as running:
-        found = gated_srp.compare(
-            cohort,
-            arms=_words(arms),
-            seeds=_numbers(seeds),
-            reference=reference,
-            quick=quick,
-            settings=changes(change),
-            out=out,
-            tables=tables or output,
-            bootstrap=bootstrap,
-            margin=margin,
-            **running,
-        )
+        how: dict[str, Any] = {
+            "arms": _words(arms),
+            "seeds": _numbers(seeds),
+            "reference": reference,
+            "quick": quick,
+            "settings": changes(change),
+            "out": out,
+            "tables": tables or output,
+            "bootstrap": bootstrap,
+            "margin": margin,
+        }
+        if targets is None:
+            found: CompareResult | TargetsResult = gated_srp.compare(cohort, **how, **running)
+        else:
+            found = gated_srp.compare_targets(cohort, _words(targets), **how, **running)
     if not _submitted(found.script):
         say(f"\n{found.verdict}")
         say(f"written: {found.folder} ({counted(len(found.files), 'file')})")

@@ -13,6 +13,7 @@ _HOMES = {
     "PredictionComparison": "prediction_comparison",
     **dict.fromkeys(("ReproduceResult", "reproduce"), "reproduction"),
     **dict.fromkeys(("Comparison", "Difference"), "results"),
+    **dict.fromkeys(("TargetsResult", "compare_targets"), "targets"),
     **dict.fromkeys(("TuneResult", "tune"), "tuning"),
 }
 
