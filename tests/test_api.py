@@ -21,6 +21,7 @@ FLOWS |= {
     "explain",
     "report",
     "load_model",
+    "localize",
     "view",
     "simulate",
     "readers",

@@ -26,6 +26,7 @@ __all__ = [
     "heatmap",
     "init",
     "load_model",
+    "localize",
     "predict",
     "readers",
     "report",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from gated_srp.models import load_model
     from gated_srp.reports.explain import explain
     from gated_srp.reports.heatmap import heatmap
+    from gated_srp.reports.localize import localize
     from gated_srp.reports.page import report
     from gated_srp.reports.readers import readers, score_readers
     from gated_srp.reports.viewer import view
@@ -79,6 +81,7 @@ _HOMES = {
     "explain": "reports.explain",
     "extract": "slides.extract",
     "heatmap": "reports.heatmap",
+    "localize": "reports.localize",
     "init": "cohort_draft",
     "predict": "training.predict",
     "readers": "reports.readers",

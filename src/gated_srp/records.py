@@ -203,6 +203,16 @@ class Check(Record):
     findings: list[Finding] = []
 
 
+class Localized(Record):
+    """localization.json"""
+
+    classes: Names = []
+    reference: str = ""
+    table: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    words: Names = []
+
+
 def read_record(path: Path, record: type[Record], *, cure: str) -> dict[str, Any]:
     """The content of a JSON file that fits the schema; FileNotFoundError where there is none."""
     try:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Coords, Force, Magnification, Run, Size, Stride, Whose
+from gated_srp.cli.options import Coords, Force, Magnification, Repeats, Run, Size, Stride, Whose
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import UserError
 
@@ -254,6 +254,53 @@ def view(
         say(f"written: {found.page} ({found.size / 1e6:.1f} MB with its folder, opens in any browser, loads nothing)")
         return
     serve(found, port=port, ready=lambda at: say(f"open {at} in a browser on this machine; Ctrl-C ends it"))
+
+
+def localize(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders or model files, or a folder of runs.")],
+    slides: Annotated[Path, Option(help="Folder of feature files, or one file.")],
+    annotations: Annotated[Path, Option(help="Folder with a file of annotations per slide, or the file of one.")],
+    classes: Annotated[
+        list[str] | None,
+        Option("--class", "-c", help="What is to be found; repeatable. All, where there is one class."),
+    ] = None,
+    cover: Annotated[float, Option(help="Share of a patch that regions must cover for it to count as positive.")] = 0.5,
+    normal: Annotated[
+        bool, Option("--normal", help="Slides without a file have nothing to find, instead of being left out.")
+    ] = False,
+    table: Annotated[Path | None, Option(help="Spreadsheet of slides and patients, where the runs do not say.")] = None,
+    reference: Annotated[str | None, Option(help="The arm that others are compared with; na if it is there.")] = None,
+    allow_overlap: Annotated[
+        bool, Option("--allow-overlap", help="Score training slides too, which is no test.")
+    ] = False,
+    bootstrap: Repeats = 1000,
+    coords: Coords = None,
+    stride: Stride = None,
+    force: Force = False,
+    output: Annotated[Path, Option("--out", "-o", help="Folder of tables and figures.")] = Path("localized"),
+) -> None:
+    """Score maps against what was drawn on the slides: per arm, and arms paired on the same slides."""
+    import gated_srp
+
+    with show_progress() as progress:
+        found = gated_srp.localize(
+            runs,
+            slides,
+            annotations=annotations,
+            classes=classes or (),
+            cover=cover,
+            normal=normal,
+            table=table,
+            reference=reference,
+            allow_overlap=allow_overlap,
+            repeats=bootstrap,
+            coords=coords,
+            stride=stride,
+            force=force,
+            progress=progress,
+        )
+    say(found.verdict)
+    say_written(found.write(output))
 
 
 def readers(

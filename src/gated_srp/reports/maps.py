@@ -3,7 +3,7 @@
 Shapes: N patches of the file, L patches that the model sees (a cap leaves some out), H heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from gated_srp.data.bag import BagHeader
 from gated_srp.data.loader import SlideBag
 from gated_srp.data.prepared import Preparation, kept_rows, open_header
 from gated_srp.errors import Note, UserError, counted
-from gated_srp.models import model_file
+from gated_srp.models import SlideModel, model_file
 from gated_srp.records import parse_numbers
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, set_gates, trace
@@ -90,13 +90,15 @@ class SlideView:
 
 
 def view_slide(
-    run: Path,
+    run: Path | TrainedRun,
     file: Path,
     *,
     beside: Sequence[Path] | None = None,
     reading: Preparation = Preparation(),  # noqa: B008 - frozen
     layer: int | None = None,
     gates: str | None = None,
+    every: bool = False,
+    model: SlideModel | None = None,
     force: bool = False,
 ) -> SlideView:
     """Run the model of ``run`` (a folder, or a model file) on a feature file and keep what it shows.
@@ -105,9 +107,11 @@ def view_slide(
     read the file, where that is not plain.
     ``beside``: the patient's other slides, for a model whose bags are patients; what is shown is then this slide's share of that bag.
     ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
+    ``every``: attention of all of them all the same. ``model``: the run's, where it is loaded already.
     ``gates``: one of `GATES`, to which every gate is set instead of what it learned.
     """
     trained = TrainedRun.open(run)
+    run = trained.path
     if trained.images is not None:
         raise UserError(
             "a model of images; maps are drawn of slides",
@@ -122,11 +126,11 @@ def view_slide(
         settings = replace(settings, cap=own.stop - own.start)  # its share
     rows = kept_rows(header.coords, settings)
     patches = Patches.of(header, None if rows is None else rows.numpy())
-    model: nn.Module = trained.load()
+    model = trained.load() if model is None else model
     traced = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
     if layer is not None and layer > len(traced):
         raise UserError(f"{run} has layers 1 to {len(traced)}", where=f"layer {layer}")
-    mapped = (layer or len(traced)) - 1
+    mapped = range(len(traced)) if every else ((layer or len(traced)) - 1,)
     gated = any(isinstance(getattr(m, "correction", None), GatedSRP) for m in model.modules())
     with nullcontext() if gates is None else _set_to(gates, model, gated, run):
         logits, layers = _trace(model, bag, mapped, own)
@@ -170,14 +174,14 @@ def _rows_of(bag: SlideBag, file: Path) -> tuple[slice, str]:
     return slice(0, len(bag.features)), ""
 
 
-def _trace(model: nn.Module, bag: SlideBag, mapped: int, own: slice) -> tuple[Tensor, Sequence[LayerTrace]]:
-    with torch.no_grad(), trace(model, attention=(mapped,)) as seen:
+def _trace(model: nn.Module, bag: SlideBag, mapped: Container[int], own: slice) -> tuple[Tensor, Sequence[LayerTrace]]:
+    with torch.no_grad(), trace(model, attention=mapped) as seen:
         logits = model(bag.features[None], bag.graph)
     found = ((layer.beta, layer.correction, layer.cls_attention) for layer in seen)  # (H, N) each
     return logits, [LayerTrace(*(None if one is None else one[..., own] for one in parts)) for parts in found]
 
 
-def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: int, own: slice) -> Sequence[LayerTrace]:
+def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: Container[int], own: slice) -> Sequence[LayerTrace]:
     with set_gates(model, 0.0):
         return _trace(model, bag, mapped, own)[1]
 

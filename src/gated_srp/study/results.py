@@ -253,7 +253,7 @@ def compare_results(
     )
 
     def judged(cells: list[Difference], unit: str) -> tuple[Difference, ...]:
-        return tuple(_not_worse(list(_judged(cells, lower_is_better, unit)), lower_is_better, margin))
+        return tuple(_not_worse(list(judged_cells(cells, lower_is_better, unit)), lower_is_better, margin))
 
     return Comparison(reference, ratio, judged(cohorts, unit), judged(across, "cohort"), (*notes, *missing))
 
@@ -287,7 +287,8 @@ def _across_cells(cells: list[Difference], lower_is_better: Collection[str]) -> 
         yield Difference(None, arm, metric, over, (math.nan, math.nan), found.plain, found, missing)
 
 
-def _judged(cells: list[Difference], lower_is_better: Collection[str], unit: str) -> Iterator[Difference]:
+def judged_cells(cells: list[Difference], lower_is_better: Collection[str], unit: str) -> Iterator[Difference]:
+    """With Holm's adjusted p over all of them, and in words."""
     adjusted = holm([cell.test.p for cell in cells])
     family = int(np.count_nonzero(~np.isnan(adjusted)))
     for cell, p in zip(cells, adjusted, strict=True):

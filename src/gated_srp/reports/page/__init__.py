@@ -45,6 +45,9 @@ _CAPTIONS = {
     "reliability": "Calibration on test slides",
     "scatter": "Predicted and true values of the test part",
     "redundancy": "How similar neighbouring patches are",
+    "localization": "How well maps find what was drawn: AUROC over patches",
+    "froc": "Free-response curves: sensitivity by false positives per slide",
+    "gates_by_class": "Gates and homogeneity by what covers a patch",
     "history": "Loss and score by epoch",
     "signed_gate": "Geometry of the signed gate",
 }
@@ -152,6 +155,7 @@ def _context(contents: Contents) -> dict[str, Any]:
         "studies": [_study(study, f"s{i}-") for i, study in enumerate(contents.studies)],
         "runs": tables.run_metrics(contents.runs),
         "figures_": [*_drawn(contents.drawings, "d"), *_run_figures(alone)],
+        "localized": [(tables.localized(one), one.get("words") or []) for one in contents.localized],
         "slides": list(tables.slides(contents.runs)),
         "checks": [(check, list(facts_in_words(check["summary"]))) for check in contents.checks],
         "hashes": tables.hashes(contents.runs),

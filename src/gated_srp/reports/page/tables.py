@@ -378,3 +378,21 @@ def _mean(values: Sequence[float] | None) -> Cell:
     middle = mean(values)
     seeds = f" ({counted(len(values), 'seed')})" if len(values) > 1 else ""
     return cell(middle, f"{middle:.3f}{seeds}" if math.isfinite(middle) else f"–{seeds}")
+
+
+def localized(found: Mapping[str, Any]) -> HtmlTable:
+    """Maps against annotations: every arm, value and metric with its interval."""
+    rows = [
+        (
+            cell(arm_title(str(row.get("arm")))),
+            cell(str(row.get("value")).replace("_layer", ", layer ")),
+            cell(metric_name(str(row.get("metric")))),
+            cell(row.get("mean")),
+            cell(row.get("low"), f"{signed(row.get('low'))} to {signed(row.get('high'))}".replace("+", "")),
+            cell(row.get("slides")),
+        )
+        for row in found.get("table") or ()
+    ]
+    note = "Intervals over resampled patients. Higher values count as a sign of it: 0.5 of AUROC is chance."
+    heads = ("arm", "value", "metric", "mean", "95 % interval", "slides")
+    return HtmlTable(f"Maps against {', '.join(map(str, found.get('classes') or ()))}", heads, rows, note)
