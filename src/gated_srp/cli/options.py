@@ -16,6 +16,10 @@ Coords = Annotated[Path | None, Option(help="Folder of the positions, where it i
 Whose = Annotated[
     Path | None, Option(help="A spreadsheet of slides and patients, or a cohort's YAML: whose slides these are.")
 ]
+Drawn = Annotated[
+    Path | None,
+    Option("--annotations", help="Folder of what was drawn on the slides, or one file: outlines are shown."),
+]
 Force = Annotated[
     bool,
     Option("--force", help="Go on with another stride, or an encoder's name that we do not know, than in training."),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Coords, Force, Magnification, Repeats, Run, Size, Stride, Whose
+from gated_srp.cli.options import Coords, Drawn, Force, Magnification, Repeats, Run, Size, Stride, Whose
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import UserError
 
@@ -139,6 +139,7 @@ def heatmap(
         Option(help="Colours over grey tissue, over its own colours, or outlines over the latter."),
     ] = "grey",
     grid: Annotated[bool, Option("--grid", help="Also all slides beside all runs in one picture.")] = False,
+    annotations: Drawn = None,
     export: Annotated[
         list[str] | None, Option(help="Also write geojson (QuPath), csv, parquet or h5; repeatable.")
     ] = None,
@@ -164,6 +165,7 @@ def heatmap(
             overlay=overlay,
             grid=grid,
             wsi=wsi,
+            annotations=annotations,
             export=export or (),
             coords=coords,
             table=table,
@@ -191,6 +193,7 @@ def explain(
     magnification: Magnification = 20.0,
     mpp: Annotated[float | None, Option(help="Microns per pixel, where the slide does not say.")] = None,
     table: Whose = None,
+    annotations: Drawn = None,
     force: Force = False,
 ) -> None:
     """From a slide to one page: features if needed, prediction, maps, patches, and how far to trust it."""
@@ -207,6 +210,7 @@ def explain(
             magnification=magnification,
             mpp=mpp,
             table=table,
+            annotations=annotations,
             force=force,
             progress=progress,
         )

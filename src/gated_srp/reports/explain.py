@@ -11,7 +11,9 @@ from typing import Any
 
 from PIL import Image
 
+from gated_srp.data.annotations import find_annotations
 from gated_srp.data.files.containers import CONTAINERS
+from gated_srp.data.matching import slide_stem
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
@@ -90,6 +92,7 @@ def explain(
     magnification: float = 20.0,
     mpp: float | None = None,
     table: str | Path | None = None,
+    annotations: str | Path | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> Explanation:
@@ -105,6 +108,7 @@ def explain(
         magnification: of the patches.
         mpp: microns per pixel, where the slide does not say.
         table: whose slides these are, as in `heatmap`; for a run whose bags are patients, of which feature files are explained.
+        annotations: what was drawn on the slide, a file or the folder that has it: its outlines are shown.
         force: as in `predict`: go on with another stride, or an encoder's name that we do not know, than in training.
         progress: called with the stage ``patches`` while features are extracted.
 
@@ -117,13 +121,13 @@ def explain(
     """
     run, slide, out = Path(run), Path(slide), Path(out)
     if slide.suffix.lower() in CONTAINERS:
-        return explain_file(run, slide, out, table=table, force=force)
+        return explain_file(run, slide, out, table=table, annotations=annotations, force=force)
     if TrainedRun.open(run).patients:
         cure = "Make feature files of all of them with `gated-srp extract`, then explain one of these, with --table."
         raise UserError("the model sees all slides of a patient at once", where=slide, cure=cure)
     options: dict[str, Any] = {"encoder": encoder, "weights": weights, "size": size, "magnification": magnification}
     file, notes = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
-    found = explain_file(run, file, out, image=slide, force=force)
+    found = explain_file(run, file, out, image=slide, annotations=annotations, force=force)
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -150,7 +154,14 @@ def features_of_slide(
 
 
 def explain_file(
-    run: Path, file: Path, out: Path, *, image: Path | None = None, table: str | Path | None = None, force: bool = False
+    run: Path,
+    file: Path,
+    out: Path,
+    *,
+    image: Path | None = None,
+    table: str | Path | None = None,
+    annotations: str | Path | None = None,
+    force: bool = False,
 ) -> Explanation:
     """As `explain`, of a feature file; ``image``: the slide image, if it is not the one that the file names."""
     from jinja2 import Environment, PackageLoader
@@ -159,7 +170,9 @@ def explain_file(
     beside = None if others is None else others.get(file)
     view = view_slide(run, file, beside=beside, force=force)
     prediction = predict_in_words(run, file, beside=beside or (), table=table, force=force)
-    sections, written = _sections(view, file, out, image)
+    name = slide_stem(file)
+    outlines = None if annotations is None else find_annotations(annotations, [name])[name]
+    sections, written = _sections(view, file, out, image, outlines)
     page = Environment(loader=PackageLoader("gated_srp.reports"), autoescape=True).get_template("explain.html.j2")
     content = page.render(
         style=files("gated_srp.reports").joinpath("templates", "page.css").read_text("utf-8"),
@@ -214,11 +227,13 @@ def in_words(name: str, value: object) -> tuple[str, str]:
     return name, f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _sections(view: SlideView, file: Path, out: Path, image: Path | None) -> tuple[list[dict[str, Any]], list[Path]]:
+def _sections(
+    view: SlideView, file: Path, out: Path, image: Path | None, outlines: Path | None
+) -> tuple[list[dict[str, Any]], list[Path]]:
     sections, written = [], []
     for value, text in MEANING.items():
         try:
-            drawn = draw_slide([view], file, out, value=value, image=image)
+            drawn = draw_slide([view], file, out, value=value, image=image, annotations=outlines)
         except UserError:
             if value == "attention":
                 raise

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gated_srp.data.annotations import annotations_of, find_annotations
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
@@ -75,6 +76,7 @@ def heatmap(
     overlay: Overlay = "grey",
     grid: bool = False,
     wsi: str | Path | None = None,
+    annotations: str | Path | None = None,
     export: Sequence[str] = (),
     coords: str | Path | None = None,
     table: str | Path | None = None,
@@ -96,6 +98,7 @@ def heatmap(
         overlay: colours over the tissue in grey, over its own colours (stain), or outlines over the latter (contour).
         grid: also one picture of all slides beside all runs, as the paper shows them.
         wsi: the slide image, or the folder with the images; a path that a feature file names is opened only there.
+        annotations: a folder with files of what was drawn on the slides, or the one slide's file: their outlines are drawn too.
         export: also write geojson (QuPath), csv, parquet or h5.
         coords: the folder of the positions, where it is not beside the features.
         table: as in `predict`; a run whose bags are patients finds a slide's others by it, in the folder of the feature file.
@@ -131,6 +134,7 @@ def heatmap(
             f"one image for the {len(files)} slides of {features}", where=where, cure="Name one feature file."
         )
     others = [patients_slides(TrainedRun.open(run), Path(features), files, table) for run in paths]
+    known = {} if annotations is None else find_annotations(annotations, [slide_stem(file) for file in files])
     drawn: list[SlideHeatmap] = []
     left_out: list[Note] = []
     warnings: dict[Note, None] = {}
@@ -141,7 +145,7 @@ def heatmap(
                 view_slide(run, file, beside=None if own is None else own.get(file), **how)
                 for run, own in zip(paths, others, strict=True)
             ]
-            drawn.append(draw_slide(views, file, Path(out), **shown))
+            drawn.append(draw_slide(views, file, Path(out), annotations=known.get(slide_stem(file)), **shown))
             warnings |= {note: None for view in views for note in view.warnings}
         except UserError as error:
             if len(files) == 1:
@@ -149,6 +153,8 @@ def heatmap(
             left_out.append(Note.of(error))
         if len(files) > 1:
             progress(Event("slides", number, len(files)))
+    if annotations is not None and (bare := [file.name for file in files if slide_stem(file) not in known]):
+        warnings[Note("note", "annotations", "no file of annotations, drawn without", tuple(bare[:5]))] = None
     together = None
     if grid and drawn:
         together = Path(out) / f"grid_{Path(value).stem}.png"
@@ -217,6 +223,7 @@ def draw_slide(
     percentile: bool = False,
     overlay: Overlay = "grey",
     image: Path | None = None,
+    annotations: Path | None = None,
     export: Sequence[str] = (),
     reading: Preparation = Preparation(),  # noqa: B008 - frozen
 ) -> SlideHeatmap:
@@ -241,7 +248,9 @@ def draw_slide(
     title = f"{name}: " + (value if value in maps.VALUES else f"scores of {Path(value).name}")
     drawn, sheet = out / f"{stem}.png", None
     headed = [(panel.heading, panel.patches, panel.one) for panel in panels]
-    draw_maps(headed, drawn, title=title, slide=slide, percentile=percentile, overlay=overlay, numbers=numbers)
+    outlines = None if annotations is None else annotations_of(annotations, panels[0].patches.header)
+    how: dict[str, Any] = {"percentile": percentile, "overlay": overlay, "numbers": numbers, "drawn": outlines}
+    draw_maps(headed, drawn, title=title, slide=slide, **how)
     if image is not None:
         sheet = out / f"{stem}_patches.png"
         write_image(contact_sheet(own, panels[0].one, image), sheet)

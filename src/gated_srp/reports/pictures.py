@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from gated_srp.data.annotations import Annotations
 from gated_srp.data.bag import BagHeader
 from gated_srp.errors import counted
 from gated_srp.files import whole
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Overlay = Literal["grey", "stain", "contour"]
+_LINES = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of outlines
 _DPI = 160
 _PATCH = 224  # least pixels of a patch on a sheet
 _LARGEST = 448
@@ -36,22 +38,9 @@ _SMALL = 24  # pixels of a patch on a map that has no room for its number
 # Maps of one slide ----------------------------------------------------------------------------------------------------
 
 
-def draw_maps(
-    maps: Sequence[tuple[str, Patches, PatchMap]],
-    path: Path,
-    *,
-    title: str,
-    slide: tuple[np.ndarray, Canvas] | None = None,
-    percentile: bool = False,
-    overlay: Overlay = "grey",
-    numbers: Mapping[int, int] | None = None,
-) -> None:
-    """One panel per map (with a heading of its own), over the slide's overview where there is one, to a PNG.
-
-    ``overlay``: over the tissue in grey, over the tissue in its own colours, or as outlines over the latter. ``numbers``: row of a patch
-    to the number it has on the contact sheet, written on the first map.
-    """
-    figure = figure_of_maps(maps, title=title, slide=slide, percentile=percentile, overlay=overlay, numbers=numbers)
+def draw_maps(maps: Sequence[tuple[str, Patches, PatchMap]], path: Path, **settings: Any) -> None:
+    """`figure_of_maps` to a PNG."""
+    figure = figure_of_maps(maps, **settings)
     with whole(path) as draft:
         figure.savefig(draft, dpi=_DPI, format="png")
 
@@ -64,8 +53,13 @@ def figure_of_maps(
     percentile: bool = False,
     overlay: Overlay = "grey",
     numbers: Mapping[int, int] | None = None,
+    drawn: Annotations | None = None,
 ) -> "Figure":
-    """As `draw_maps`, not written yet."""
+    """One panel per map (with a heading of its own), over the slide's overview where there is one.
+
+    ``overlay``: over the tissue in grey, over the tissue in its own colours, or as outlines over the latter. ``numbers``: row of a patch
+    to the number it has on the contact sheet, written on the first map. ``drawn``: regions whose outlines are shown.
+    """
     from matplotlib.figure import Figure
 
     columns = min(len(maps), 4)
@@ -80,6 +74,8 @@ def figure_of_maps(
         _paint(axes, patches, scaled, canvas, None if slide is None else slide[0], overlay)
         _add_bar(figure, axes, scaled, light=slide is not None and overlay == "grey")
         _add_scale(axes, canvas, header)
+        if drawn is not None:
+            _add_outlines(axes, drawn, legend=place == 1)
         if place == 1 and numbers:
             small = patches.side / canvas.scale < _SMALL
             _add_numbers(axes, patches, numbers, framed=overlay != "contour" or small, beside=small)
@@ -178,6 +174,24 @@ def _add_scale(axes: "Axes", canvas: Canvas, header: BagHeader) -> None:
     axes.text(
         left + microns / mpp / 2, low - 0.012 * height, text, ha="center", va="bottom", fontsize=8, path_effects=white
     )
+
+
+def _add_outlines(axes: "Axes", drawn: Annotations, *, legend: bool) -> None:
+    """What was drawn on the slide, a line per class: colour and dashes tell classes apart."""
+    import shapely
+    from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
+
+    handles, around = [], [withStroke(linewidth=2.6, foreground="white")]  # seen on any tissue
+    for number, name in enumerate(drawn.classes):
+        line: dict[str, Any] = {"color": _LINES[number % 5], "linestyle": ("-", "--", ":")[number // 5 % 3]}
+        for ring in shapely.get_rings(shapely.get_parts(drawn.shape([name]))):
+            axes.plot(
+                *shapely.get_coordinates(ring).T, linewidth=1.4, path_effects=around, scalex=False, scaley=False, **line
+            )
+        handles.append(Line2D([], [], label=name, **line))
+    if legend and handles:
+        axes.legend(handles=handles, fontsize=7, loc="upper right", title="drawn", title_fontsize=7)
 
 
 def _add_numbers(axes: "Axes", patches: Patches, numbers: Mapping[int, int], *, framed: bool, beside: bool) -> None:
