@@ -171,7 +171,8 @@ class Patients:
     def __init__(self, cases: Sequence[str], *, repeats: int, seed: int) -> None:
         self.place = {case: number for number, case in enumerate(sorted(set(cases)))}
         rng, size = np.random.default_rng(seed), len(self.place)
-        drawn = [np.bincount(rng.integers(0, size, size), minlength=size) for _ in range(repeats)]
+        times = repeats if size > 1 else 0  # one patient has no interval
+        drawn = [np.bincount(rng.integers(0, size, size), minlength=size) for _ in range(times)]
         self.counts = np.array([np.ones(size, np.int64), *drawn], np.float64)
 
     def weights(self, cases: Sequence[str]) -> Floats:

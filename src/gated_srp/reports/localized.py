@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from gated_srp.errors import Note, UserError
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import write_json, write_whole
 from gated_srp.models import arm_title
 from gated_srp.records import csv_text
@@ -252,7 +252,7 @@ def in_words(found: Localization, *, every: bool = False) -> Iterator[str]:
     """The areas of each arm, the paired differences, gates by class; with ``every`` all metrics."""
     scored = found.slides.drop_duplicates(["slide"])
     yield (
-        f"To be found: {', '.join(found.classes)}. {len(scored)} slides of {scored['case'].nunique()} patients, "
+        f"To be found: {', '.join(found.classes)}. {counted(len(scored), 'slide')} of {counted(scored['case'].nunique(), 'patient')}, "
         f"{int((scored['positive'] > 0).sum())} of them with it. Areas count higher values as a sign of it: 0.5 is chance, and below "
         "0.5 low values mark it. Intervals: 95 %, over resampled patients."
     )
@@ -265,7 +265,8 @@ def in_words(found: Localization, *, every: bool = False) -> Iterator[str]:
             for row in rows.to_dict("records"):
                 if row["value"] == FEATURES and arm != found.reference:
                     continue
-                yield f"  {arm_title(str(arm))}, {spoken(row['value'])}: {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+                reach = "" if math.isnan(row["low"]) else f" ({row['low']:.3f} to {row['high']:.3f})"
+                yield f"  {arm_title(str(arm))}, {spoken(row['value'])}: {row['mean']:.3f}{reach}"
     told = [one for one in found.differences if every or one.metric.endswith(" auroc")]
     if told:
         yield f"\nagainst {arm_title(found.reference)}, on the same slides"
@@ -287,7 +288,7 @@ def spoken(value: str) -> str:
 
 
 def _gates_in_words(gates: pd.DataFrame) -> Iterator[str]:
-    drawn = gates[gates["class"] != ELSEWHERE].dropna(subset=["minus_elsewhere"])
+    drawn = gates[gates["class"] != ELSEWHERE].dropna(subset=["gap_low"])
     drawn = drawn[(drawn["value"] != FEATURES) | ~drawn.duplicated(["value", "class"])]
     if len(drawn):
         yield "\nby class: the median of a slide's patches, mean over slides, and on the same slides its difference to patches that nothing covers"
@@ -356,7 +357,7 @@ def draw(found: Localization, folder: Path) -> list[Path]:
                     rates, sensitivities = froc_curve(found.curves[arm, value])
                     line: dict[str, Any] = {"color": COLOURS[number % 8], "linestyle": STYLES[number % 4]}
                     axis.plot(rates[0], sensitivities[0], drawstyle="steps-post", label=arm_title(arm), **line)
-            axis.set(xscale="symlog", xlim=(0, RATES[-1]), ylim=(0, 1))
+            axis.set(xlim=(0, RATES[-1]), ylim=(0, 1))
             axis.set_xscale("symlog", linthresh=RATES[0])
             axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
             axis.minorticks_off()
