@@ -61,8 +61,7 @@ class Localization:
         slides: the same per run and slide: run, arm, seed, value, slide, case, patches, positive, lesions, auroc, auprc, pointing, dice.
         differences: every arm against the reference, value by value, with Holm's correction and a verdict.
         gates: beta and homogeneity by class: arm, value, class, median, low, high, and the paired difference to patches elsewhere.
-        notes: what was left out or could not be told.
-        curves: of each arm and value the free-response data, for figures.
+        notes: what was left out or could not be told. The rest is for figures.
     """
 
     classes: tuple[str, ...]
