@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import typer
+from study import study_cells
 from training.toy_cohorts import open_config, planted, write_cohort
 
 from gated_srp.cli import studies
@@ -47,6 +48,18 @@ def test_cells_that_are_finished_cost_nothing(config, monkeypatch):
     monkeypatch.setattr("gated_srp.training.folder.RunFolder.finished", True)
     found = cost(cells(config), {"toy": open_cohort(config)}, SLOW)
     assert (found.cells, found.seconds, found.disk) == (0, 0.0, 0.0)
+
+
+def test_states_that_a_killed_process_left_in_a_finished_cell_go_at_the_next_start(tmp_path):
+    done, other = study_cells.cells(tmp_path, seeds=(42,))
+    for cell in (done, other):
+        study_cells.finish(cell)
+        (cell.key / "state.pt").write_bytes(b"left")
+    with other.run.lock():  # which took them away already
+        (other.key / "state.pt").write_bytes(b"somebody's")
+        running.run_cells((done, other), {}, running.Running())
+        assert (other.key / "state.pt").is_file(), "held by somebody else"
+    assert not (done.key / "state.pt").exists()
 
 
 def started(monkeypatch, config, machine, stdin, *, yes=False) -> tuple[bool, object]:

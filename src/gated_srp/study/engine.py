@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +86,9 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
         Interrupted: stopped with Ctrl-C; running cells have saved their states.
     """
     refuse_mismatches(cells, data)
+    for run in (cell.run for cell in distinct(cells) if cell.run.finished and cell.run.leftovers()):
+        with suppress(UserError), run.lock():  # which removes what a killed process left; someone else may hold it
+            pass
     board = Board(tuple(cells), running.progress, running.part)
     machine = this_machine()
     ahead = cost(cells, data, machine)
