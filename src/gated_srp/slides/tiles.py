@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
@@ -267,7 +268,8 @@ def find_photographs(folder: Path) -> list[Path]:
 def cut_photograph(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Patches that do not overlap, (N, S, S, 3) bytes, and their corners (N, 2)."""
     try:
-        with Image.open(path) as opened:
+        # in memory: PIL asks a file for as many bytes as a chunk claims to have
+        with Image.open(BytesIO(path.read_bytes())) as opened:
             pixels = np.asarray(opened.convert("RGB"))
     except Exception as error:  # damage shows as anything: a decoder's, a parser's error
         what = f"cannot be read as a picture ({type(error).__name__}: {' '.join(str(error).split())[:200]})"

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from factories import peak
 from PIL import Image
 from torch.nn import functional as F
 
@@ -24,6 +25,8 @@ from gated_srp.data.files.images import (
 )
 from gated_srp.data.prepared import Preparation, prepare
 from gated_srp.errors import UserError
+from gated_srp.reports.page.contents import small_png
+from gated_srp.slides.tiles import cut_photograph
 from gated_srp.srp import PatchGraph
 from gated_srp.streams import stream
 
@@ -66,6 +69,20 @@ def test_a_prepared_image_has_the_grid_as_its_graph(tmp_path):
     assert torch.equal(bag.graph.neighbours, grid.neighbours) and torch.equal(bag.graph.offsets, grid.offsets)
     assert (bag.num_patches, bag.stride, bag.unit, bag.encoder, bag.warnings) == (16, 8.0, "px", None, ())
     assert image_header(bag.path, GRID).shape == (16, 192)
+
+
+def test_a_chunk_of_a_png_that_claims_gigabytes_gets_no_memory(tmp_path):
+    path = tmp_path / "s.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)).save(path)
+    whole, expected = bytearray(path.read_bytes()), read_image(path, GRID, None).features
+    at = whole.index(b"IDAT") - 4
+    whole[at : at + 4] = (0xE0000000).to_bytes(4, "big")
+    path.write_bytes(whole)
+    before = peak()
+    assert read_image(path, GRID, None).features.equal(expected), "all of its pixels are there"
+    cut_photograph(path, 8)
+    small_png(path)
+    assert peak() - before < 2**31
 
 
 def test_grey_and_palette_and_transparent_images_are_read_as_rgb(tmp_path):

@@ -6,6 +6,7 @@ Shapes: S side of the image, P side of a patch, N = (S / P)^2 patches, C = 3 * P
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,8 @@ def _opened(path: Path, grid: ImageGrid) -> Iterator["Image"]:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        # in memory: PIL asks a file for as many bytes as a chunk claims to have
+        with Image.open(BytesIO(path.read_bytes())) as image:
             if image.size != (grid.size, grid.size):
                 found = f"{image.width} x {image.height} pixels, expected {grid.size} x {grid.size}"
                 cure = "Resize or crop it, or set images.size to the size of all images."

@@ -292,7 +292,8 @@ def small_png(path: Path) -> bytes | None:
     from PIL import Image
 
     try:
-        with Image.open(path, formats=["PNG"]) as picture:
+        # in memory: PIL asks a file for as many bytes as a chunk claims to have
+        with Image.open(io.BytesIO(path.read_bytes()), formats=["PNG"]) as picture:
             picture.load()
             shown = picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
