@@ -1,5 +1,6 @@
 """The wrong data is never taken for the right data: files that changed, were damaged, or belong to another run."""
 
+import errno
 import json
 import os
 import random
@@ -230,6 +231,21 @@ def test_what_a_killed_process_left_in_a_finished_run_goes_at_the_next_start(own
         (run / name).write_bytes(b"left")
     train(own, arm="gated_srp", seed=42)
     assert {path.name for path in run.iterdir()} == whole
+
+
+def test_a_state_that_cannot_be_removed_does_not_spoil_a_finished_run(own, monkeypatch):
+    def full(self, missing_ok=False):
+        if self.name.startswith("state"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.unlink(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", full)
+        run = train(own, arm="gated_srp", seed=42)
+        assert run.finished and run.state.is_file()
+        train(own, arm="gated_srp", seed=42)
+    train(own, arm="gated_srp", seed=42)
+    assert not run.state.exists()
 
 
 @pytest.mark.parametrize("temperature", [0, -1.5, float("nan"), float("inf"), "hot", True])

@@ -225,7 +225,8 @@ class RunFolder:
             ) from None
         try:
             for left in self.leftovers():
-                left.unlink(missing_ok=True)
+                with suppress(OSError):  # it does no harm
+                    left.unlink()
             yield
         finally:
             lock.release()

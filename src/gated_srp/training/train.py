@@ -206,7 +206,8 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
         if ranks.first:
             write_results(run, results, training, _about(job, inputs, ranks.precision))
             for state in (before(run.state), run.state):
-                state.unlink(missing_ok=True)
+                with suppress(OSError):  # or at the next start
+                    state.unlink()
             found = results.metrics["test"][inputs.score] or {}
             beside = {name: f" ({remark})" for name, remark in results.remarks["test"].items()}
             said = (
