@@ -97,3 +97,16 @@ def test_commands_and_options_that_a_page_tells_to_type_exist(page):
         known = {option for one in group.commands[words[0]].params for option in one.opts} | {"--help"}
         typed = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
         assert typed <= known, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_functions_that_a_page_calls_exist(page):
+    import gated_srp
+
+    called = set(re.findall(r"(?<![\w/.])gated_srp\.(\w+)\(", page.read_text(encoding="utf-8")))
+    assert {name for name in called if not hasattr(gated_srp, name)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_installs_the_package_from_an_index_that_lacks_it(page):
+    assert not re.search(r"(pip|uv) (install|add)[^\n]*\bgated-srp\b(?!/)", page.read_text(encoding="utf-8"))
