@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import gated_srp
+
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gated_srp"
 LAYERS = {
     "bounded": 0,
@@ -106,3 +108,9 @@ def test_the_core_needs_torch_alone():
     heavy = "('h5py', 'pandas', 'pydantic', 'yaml', 'lightning', 'torchmetrics', 'safetensors', 'matplotlib', 'typer', 'rich')"
     code = f"import sys\nimport gated_srp.srp, gated_srp.models, gated_srp.foreign\nprint([m for m in {heavy} if m in sys.modules])"
     assert run(code) == "[]"
+
+
+def test_no_file_is_longer_than_400_lines():
+    sources = Path(gated_srp.__file__).parent.rglob("*.py")
+    long = {path.name: lines for path in sources if (lines := len(path.read_text().splitlines())) > 400}
+    assert not long

@@ -189,8 +189,7 @@ def slides_beside(
 
 def with_ids(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFrame:
     """slide, case and file: ids of the table where one is named, else names of files and patients of TCGA barcodes."""
-    names = slide_names(files)
-    ids = {str(file): (name, tcga_patient(name) or "") for file, name in zip(files, names, strict=True)}
+    ids = {str(file): (name, tcga_patient(name) or "") for file, name in zip(files, slide_names(files), strict=True)}
     if table is not None:
         if Path(table).suffix in (".yaml", ".yml"):
             frame = read_labels(load_config(table), map(Path, files)).frame
@@ -202,8 +201,7 @@ def with_ids(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFr
             frame = cells[columns].dropna().set_axis(["slide", "case"], axis=1)
         cases = dict(zip(frame["slide"], frame["case"], strict=True))
         ids |= {str(file): (slide, cases[slide]) for slide, file in match_slides(list(cases), files).found.items()}
-    rows = [(*ids[str(file)], str(file)) for file in files]
-    return pd.DataFrame(rows, columns=["slide", "case", "file"])
+    return pd.DataFrame([(*ids[str(file)], str(file)) for file in files], columns=["slide", "case", "file"])
 
 
 def files_for(run: TrainedRun, place: str | Path) -> list[Path]:
