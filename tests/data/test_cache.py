@@ -226,7 +226,7 @@ def test_a_killed_writer_leaves_no_broken_entry(tmp_path, cache):
         process.join(30)
         entry = cache.entry(file, PLAIN)
         if entry.exists():  # whole or not at all
-            found = cache_module._load(entry, file, cache_module.identify(file), check=True)
+            found = cache_module._load(entry, file, cache_module.identify(file), PLAIN.lattice, check=True)
             assert found is not None
             assert_same(found, expected)
         assert_same(cache.read(file, PLAIN), expected)
