@@ -181,7 +181,7 @@ def test_a_binary_mask_gets_its_scale_from_microns_where_the_slides_size_is_unkn
 
 
 def test_a_pyramid_of_masks_and_colours(tmp_path):
-    import tifffile
+    tifffile = pytest.importorskip("tifffile", reason="comes with the extra `slides`")
 
     labels = np.zeros((64, 96, 3), np.uint8)
     labels[8:16, 8:40] = (255, 0, 0)
