@@ -12,7 +12,7 @@ from rich.table import Table as Rows
 from typer.testing import CliRunner
 
 from gated_srp.cli import app, main
-from gated_srp.cli.screen import _console, visible
+from gated_srp.cli.screen import _console, say, visible
 from gated_srp.data.imported_splits import import_split
 from gated_srp.data.splits import Split, write_split
 from gated_srp.data.table import Table
@@ -118,6 +118,13 @@ def test_an_error_prints_a_name_with_escapes_as_text(monkeypatch, capfd):
         main()
     said = "".join(capfd.readouterr())
     assert r"\x1b]0;owned\x07\x1b[2J.yaml" in said and "\x1b]" not in said
+
+
+@pytest.mark.parametrize("bold", [False, True])
+def test_a_step_of_the_work_prints_a_name_with_escapes_as_text(capfd, bold):
+    say(f"read {ESCAPE}.h5", bold=bold)
+    said = capfd.readouterr().out
+    assert r"read \x1b]0;owned\x07\x1b[2J.h5" in said and "\x1b]" not in said and "\x07" not in said
 
 
 def test_a_table_on_the_screen_prints_escapes_and_brackets_as_text():

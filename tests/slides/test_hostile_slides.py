@@ -18,6 +18,7 @@ from gated_srp.data import read_header
 from gated_srp.errors import UserError
 from gated_srp.reports.draw import find_image
 from gated_srp.reports.maps import Patches
+from gated_srp.slides import reader
 from gated_srp.slides.extract import Extraction, extract_slides
 from gated_srp.slides.pretrained import load_weights
 from gated_srp.slides.reader import SlideError, SlideImage
@@ -67,6 +68,18 @@ def test_a_slide_whose_header_claims_what_is_not_there_is_refused_by_name(tmp_pa
     assert time.process_time() - started < 5
     with SlideImage(good) as slide:
         assert slide.info.size == (256, 256)
+
+
+def test_a_slide_is_tried_out_before_it_is_opened(tmp_path, monkeypatch):
+    def endless_there(look, path, *, seconds):
+        raise bounded.ForeignFailure(f"not within {seconds} s", where=path, cure="Copy it.", kind="endless")
+
+    monkeypatch.setattr(reader, "try_out", endless_there)
+    monkeypatch.setattr(reader, "_open", lambda path: pytest.fail("opened all the same"))
+    path = write_slide(tmp_path / "s.tif", np.zeros((64, 64, 3), np.uint8))
+    with pytest.raises(SlideError, match="not within 10 s") as caught:
+        SlideImage(path)
+    assert (caught.value.path, caught.value.kind, caught.value.cure) == (path, "endless", "Copy it.")
 
 
 def test_an_image_that_a_feature_file_names_is_opened_only_in_the_folder_of_slides(tmp_path):
