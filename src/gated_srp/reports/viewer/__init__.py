@@ -67,15 +67,23 @@ class Viewer:
         self.slides, self.runs, self._reading = tuple(slides), tuple(runs), reading
         self._scenes: dict[int, Scene] = {}
         self._readers: dict[int, TileReader] = {}
-        self._asked: dict[tuple[int, int], Asked] = {}
+        self._asked: tuple[int, tuple[Asked, ...]] = (-1, ())  # of the slide that was opened last: bags are large
         self._lock = Lock()
 
     def scene(self, number: int) -> Scene:
         with self._lock:
             if number not in self._scenes:
                 one = self.slides[number]
-                self._scenes[number] = open_scene(one.file, self.runs, image=one.image, **self._reading)
+                self._scenes[number] = open_scene(one.file, self._ask(number), image=one.image)
             return self._scenes[number]
+
+    def _ask(self, number: int) -> tuple[Asked, ...]:
+        """The runs with this slide in memory; the slide before it is let go."""
+        if self._asked[0] != number:
+            self._asked = (-1, ())
+            file = self.slides[number].file
+            self._asked = (number, tuple(Asked.open(run, file, **self._reading) for run in self.runs))
+        return self._asked[1]
 
     def reader(self, number: int) -> TileReader | None:
         """The tiles of a slide; None where there is no image of it."""
@@ -85,16 +93,20 @@ class Viewer:
                 self._readers[number] = TileReader(SlideImage(image))
             return self._readers.get(number)
 
+    def open_ahead(self) -> None:
+        """The first slide before a page asks for it. What is wrong with it is said to the page that asks."""
+        with suppress(UserError):
+            if (reader := self.reader(0)) is not None:
+                reader.whole()
+
     def what_if(self, number: int, run: int, **gates: Any) -> WhatIf:
         """The answer of a run with its gates set otherwise; see `what_if.ask`."""
         from gated_srp.reports.viewer.what_if import ask
 
-        scene, key = self.scene(number), (number, run)
+        scene = self.scene(number)
         rows = scene.rows(run)
         with self._lock:
-            if key not in self._asked:
-                self._asked[key] = Asked.open(self.runs[run], scene.file, **self._reading)
-            return ask(self._asked[key], scene.patches.corners[rows] + scene.patches.side / 2, **gates)
+            return ask(self._ask(number)[run], scene.patches.corners[rows] + scene.patches.side / 2, **gates)
 
     def index(self, *, served: bool) -> str:
         """The list of slides as a script."""

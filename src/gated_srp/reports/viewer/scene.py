@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from gated_srp.data.loader import SlideBag
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError
+from gated_srp.models import SlideModel
 from gated_srp.reports import maps
 from gated_srp.reports.draw import Scaled, describe, find_image, in_image_pixels, past_the_bar, scaled_map
 from gated_srp.reports.explain import MEANING, in_words
-from gated_srp.reports.maps import Patches, PatchMap, SlideView, view_slide
+from gated_srp.reports.maps import Patches, PatchMap, SlideView, run_of_slides, view_bag
 from gated_srp.reports.pictures import describe_slide
 from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.training.trained import TrainedRun, average, open_slide
@@ -136,16 +136,9 @@ def _table(name: str) -> str:
     return _packed(colormaps[name](np.linspace(0, 1, 255), bytes=True)[:, :3])
 
 
-def open_scene(
-    file: Path,
-    runs: Sequence[Path],
-    *,
-    image: Path | None = None,
-    reading: Preparation = _AS_STORED,
-    force: bool = False,
-) -> Scene:
+def open_scene(file: Path, asked: Sequence[Asked], *, image: Path | None = None) -> Scene:
     """Run every model on a feature file, and lay what they show over the slide."""
-    views = [view_slide(run, file, reading=reading, force=force) for run in runs]
+    views = [one.view(file) for one in asked]
     header = views[0].patches.header
     patches = Patches.of(header)
     image, info = find_image(patches, image), None
@@ -155,7 +148,6 @@ def open_scene(
             patches = in_image_pixels(patches, info)
     layers = [layer for number, view in enumerate(views) for layer in _layers_of(number, view, len(header.coords))]
     layers += _differences(layers, [view.run for view in views])
-    answers = [Asked.open(run, file, reading=reading, force=force).answers() for run in runs]
     notes = tuple(dict.fromkeys(note for view in views for note in view.warnings))
     return Scene(
         slide_stem(file),
@@ -164,7 +156,7 @@ def open_scene(
         info,
         patches,
         tuple(view.run for view in views),
-        tuple(answers),
+        tuple(one.answers() for one in asked),
         tuple(layers),
         notes,
     )
@@ -175,13 +167,18 @@ class Asked:
     """A run and a slide that stay in memory while the model is asked."""
 
     run: TrainedRun
-    model: nn.Module
+    model: SlideModel
     bag: SlideBag
+    reading: Preparation
 
     @classmethod
     def open(cls, run: Path, file: Path, *, reading: Preparation = _AS_STORED, force: bool = False) -> Asked:
-        trained = TrainedRun.open(run)
-        return cls(trained, trained.load(), open_slide(trained, file, reading=reading, force=force))
+        trained = run_of_slides(run)
+        return cls(trained, trained.load(), open_slide(trained, file, reading=reading, force=force), reading)
+
+    def view(self, file: Path) -> SlideView:
+        """What the run shows of each patch."""
+        return view_bag(self.run, self.bag, file, model=self.model, reading=self.reading)
 
     def answers(self) -> dict[str, str]:
         """The prediction in words, as `predict` gives it; empty for a model without a task."""

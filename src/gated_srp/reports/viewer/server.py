@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any, cast
 
 from gated_srp.errors import UserError
@@ -33,6 +34,7 @@ def serve(viewer: Viewer, *, port: int = 0, ready: Callable[[str], None] = lambd
             f"cannot listen there ({error.strerror or error})", where=f"--port {port}", cure="Choose another."
         ) from None
     with server, suppress(KeyboardInterrupt):
+        Thread(target=viewer.open_ahead, daemon=True).start()
         ready(f"http://{HOST}:{server.server_address[1]}/")
         server.serve_forever()
     viewer.close()
@@ -60,6 +62,10 @@ class _Handler(BaseHTTPRequestHandler):
     tile: Callable[[int, int, int, int], bytes]
     protocol_version = "HTTP/1.1"
     timeout = 60
+    disable_nagle_algorithm = (
+        True  # a head and a body are two packets: the second would wait for the answer to the first
+    )
+    wbufsize = -1  # and are sent as one where they fit
 
     @property
     def _names(self) -> set[str]:
@@ -141,3 +147,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store" if kind != "image/jpeg" else "private, max-age=3600")
         self.end_headers()
         self.wfile.write(content)
+        self.wfile.flush()

@@ -14,6 +14,7 @@ SIDE = 256  # pixels of a tile
 PATCH = 224  # pixels of a patch on the strip
 _AROUND = 0.5  # of a patch's side that is shown on each side of it
 _LARGEST = 4096 * 4096  # pixels read at once: a slide without a pyramid has no small levels
+_WHOLE = 10  # the level, of at most 1024 pixels a side, that is read once: it and coarser ones are cut from memory
 
 
 def levels(size: tuple[int, int]) -> int:
@@ -38,6 +39,7 @@ class TileReader:
     def __init__(self, slide: SlideImage) -> None:
         self.slide = slide
         self._lock = Lock()
+        self._small: Image.Image | None = None
 
     @property
     def info(self) -> SlideInfo:
@@ -51,7 +53,25 @@ class TileReader:
         scale = 2.0 ** (levels(self.info.size) - level)
         x, y = column * SIDE * scale, row * SIDE * scale
         extent = min(SIDE * scale, self.info.size[0] - x), min(SIDE * scale, self.info.size[1] - y)
-        return self._jpeg(x, y, extent, scale)
+        whole = self.whole() if level <= _WHOLE else None
+        if whole is None:
+            return self._jpeg(x, y, extent, scale)
+        across = 2.0 ** (min(_WHOLE, levels(self.info.size)) - level)  # pixels of the whole to one of the tile
+        left, top = (place * SIDE * across for place in (column, row))
+        right, low = min(left + SIDE * across, whole.width), min(top + SIDE * across, whole.height)
+        shown = (math.ceil((right - left) / across), math.ceil((low - top) / across))
+        return _encoded(whole.resize(shown, Image.Resampling.BOX, box=(left, top, right, low)))
+
+    def whole(self) -> Image.Image | None:
+        """The slide at level `_WHOLE`; None where that would mean to read a slide without small levels."""
+        scale = 2.0 ** max(0, levels(self.info.size) - _WHOLE)
+        down = self.info.downsamples[self.slide.best_level(scale)]
+        if math.prod(self.info.size) / down**2 > _LARGEST:
+            return None
+        with self._lock:
+            if self._small is None:
+                self._small = Image.fromarray(self.slide.overview(scale))
+            return self._small
 
     def patch(self, corner: np.ndarray, side: float) -> bytes:
         """One patch at its own resolution with half a patch around it, in a square of `PATCH` pixels for the patch itself."""
@@ -70,7 +90,10 @@ class TileReader:
         with self._lock:
             pixels = self.slide.read(round(x), round(y), level=level, size=(width, height))
         shown = tuple(max(1, math.ceil(side / scale)) for side in extent)
-        image = Image.fromarray(pixels).resize((shown[0], shown[1]), Image.Resampling.BOX)
-        buffer = BytesIO()
-        image.save(buffer, "JPEG", quality=82)
-        return buffer.getvalue()
+        return _encoded(Image.fromarray(pixels).resize((shown[0], shown[1]), Image.Resampling.BOX))
+
+
+def _encoded(image: Image.Image) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, "JPEG", quality=82)
+    return buffer.getvalue()
