@@ -11,6 +11,10 @@
   const state = { slide: 0, data: null, panes: [], count: 1, chosen: [], opacity: 0.6, shown: true, region: null, top: -1, busy: false };
   window.GatedSRPViewer = state; // for tests and for the curious
 
+  // A layer in few words, with its run where there are several; the legend has the whole title.
+  const brief = (layer) => layer.title.split(":")[0].replace(", mean over heads", "").replace(", in multiples of the slide's mean", "").replace(/^attention of /, "");
+  const named = (layer) => (layer.run < 0 || state.data.runs.length < 2 ? "" : state.data.runs[layer.run].name + ": ") + brief(layer);
+
   const bytes = (text) => Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
   const floats = (text) => new Float32Array(bytes(text).buffer);
 
@@ -117,7 +121,7 @@
     data.layers.forEach((layer, i) => {
       const name = layer.run < 0 ? "between runs" : data.runs[layer.run].name;
       if (!groups.has(name)) groups.set(name, made("optgroup", null, { label: name }));
-      groups.get(name).append(made("option", (layer.run < 0 || data.runs.length < 2 ? "" : name + ": ") + layer.title, { value: i }));
+      groups.get(name).append(made("option", named(layer), { value: i }));
     });
     choice.append(...groups.values());
     choice.value = state.chosen[number];
@@ -140,6 +144,7 @@
     viewer.addHandler("zoom", () => follow(one));
     viewer.addHandler("pan", () => follow(one));
     new OpenSeadragon.MouseTracker({ element: stage, moveHandler: (event) => hover(one, event.position) });
+    stage.addEventListener("pointerdown", (event) => { const box = stage.getBoundingClientRect(); hover(one, new OpenSeadragon.Point(event.clientX - box.left, event.clientY - box.top)); });
     drawing(one);
     return one;
   }
@@ -179,8 +184,8 @@
     for (let i = 0; i < data.count; i++) {
       const place = layer.places[i];
       if (place === 255) continue;
-      // Around the middle nothing happens, so that the tissue is seen there.
-      const alpha = middle && data.image ? Math.min(255, 30 + Math.abs(place - 127) * 3) : 255;
+      // Around the middle nothing happens, so that the tissue is seen there; from a quarter of the way on, colours are the legend's.
+      const alpha = middle && data.image ? Math.min(255, 30 + Math.abs(place - 127) * 7) : 255;
       const word = (alpha << 24) | (colours[3 * place + 2] << 16) | (colours[3 * place + 1] << 8) | colours[3 * place];
       const x = data.corners[2 * i] * scale, y = data.corners[2 * i + 1] * scale;
       const left = Math.max(0, Math.round(x)), right = Math.min(picture.width, Math.max(left + 1, Math.round(x + unit)));
@@ -221,8 +226,9 @@
       pen.lineWidth = i === state.top ? 4 : 2;
       pen.strokeStyle = "#fff"; pen.strokeRect(place.x - 1, place.y - 1, side + 2, side + 2);
       pen.strokeStyle = "#111"; pen.strokeRect(place.x, place.y, side, side);
-      pen.lineWidth = 3; pen.strokeStyle = "#fff"; pen.strokeText(String(i + 1), place.x + 3, place.y - 4);
-      pen.fillStyle = "#111"; pen.fillText(String(i + 1), place.x + 3, place.y - 4);
+      const up = side < 20 ? -4 : 14; // in its patch where there is room, else above it
+      pen.lineWidth = 3; pen.strokeStyle = "#fff"; pen.strokeText(String(i + 1), place.x + 3, place.y + up);
+      pen.fillStyle = "#111"; pen.fillText(String(i + 1), place.x + 3, place.y + up);
     });
     if (state.region) outline(one, pen, state.region, true);
     if (one.line) outline(one, pen, one.line, false);
@@ -254,11 +260,11 @@
     for (let i = 0; i < 255; i++) pixels.set([colours[3 * i], colours[3 * i + 1], colours[3 * i + 2], 255], 4 * i);
     strip.getContext("2d").putImageData(new ImageData(pixels, 255, 1), 0, 0);
     for (const [place, text] of layer.ticks) {
-      const tick = made("span", (place === 0 && layer.beyond[0] ? "◂ " : "") + text + (place === 1 && layer.beyond[1] ? " ▸" : "")); // arrows: values lie beyond
+      const tick = made("span", (place === 0 && layer.beyond[0] ? "◂" : "") + text + (place === 1 && layer.beyond[1] ? "▸" : "")); // arrows: values lie beyond
       tick.style.left = 100 * place + "%";
       ticks.append(tick);
     }
-    one.legend.replaceChildren(strip, ticks, made("p", layer.label + ". " + layer.words), made("p", "This slide: " + layer.note + ".", { class: "soft" }));
+    one.legend.replaceChildren(strip, ticks, made("p", (layer.run < 0 ? brief(layer) : layer.title) + (layer.title.includes(layer.label) ? "" : ", " + layer.label) + "."), made("p", "This slide: " + layer.note + "."), made("p", layer.words, { class: "soft" }));
   }
 
   // Numbers -----------------------------------------------------------------------------------------------------------
@@ -277,7 +283,7 @@
     table.append(made("caption", "Patch " + row + " at (" + data.corners[2 * row] + ", " + data.corners[2 * row + 1] + ")"));
     for (const layer of data.layers) {
       const line = made("tr");
-      line.append(made("th", (layer.run < 0 || data.runs.length < 2 ? "" : data.runs[layer.run].name + ": ") + layer.title, { scope: "row" }), made("td", counted(layer, layer.values[row])));
+      line.append(made("th", named(layer), { scope: "row" }), made("td", counted(layer, layer.values[row])));
       table.append(line);
     }
     $("patch").replaceChildren(table);
@@ -347,6 +353,7 @@
         if (!answer.ok) throw new Error(await answer.text());
         const found = await answer.json();
         $("outcome").replaceChildren(made("p", "In " + found.patches + " of " + state.data.count + " patches."), answerTable("as learned", found.before), answerTable("with gates set", found.after));
+        $("outcome").scrollIntoView({ block: "nearest" });
       } catch (error) {
         $("outcome").replaceChildren(made("p", String(error.message || error)));
       }
