@@ -309,7 +309,7 @@ def _about_cost(
         "machine": asdict(machine),
         "epochs": config.train.epochs,
         "run_seconds": max(seconds),
-        "run_bytes": max(trunk.memory(max([*bags["size"], 1]) * config.at_once) for trunk in trunks),
+        "run_bytes": max(trunk.memory(config.together(max([*bags["size"], 1]))) for trunk in trunks),
         "at_once": config.at_once,
         "runs": len(trunks) * len(splits),
         "comparison_seconds": sum(seconds) * len(splits),

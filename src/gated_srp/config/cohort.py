@@ -48,6 +48,10 @@ def _tupled(value: Any) -> Any:
     return (value,) if isinstance(value, str | int | Path) else value
 
 
+def _no_switch(value: Any) -> Any:
+    return str(value) if isinstance(value, bool) else value  # true would be the number 1
+
+
 def _listed_or_named(value: Any) -> Any:
     """A list is one of slides, a single value the name of a file of them."""
     return tuple(map(str, value)) if isinstance(value, list | tuple) else value and Path(value)
@@ -93,6 +97,7 @@ class TrainConfig(_Section):
     weight_decay: float = Field(ge=0)
     accumulation: int = Field(ge=1)
     batch_size: int = Field(default=1, ge=1)
+    pack: Annotated[int | None, BeforeValidator(_no_switch)] = Field(default=None, ge=1)
     drop_last: bool = False
     clip: float | None = Field(default=1.0, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
@@ -202,9 +207,8 @@ class CohortConfig(_Section):
             raise ValueError("slides is joined to a patient table; name that with table")
         if self.bag == "patient" and (self.images or self.score == "slide"):
             other = "images" if self.images else "score: slide"
-            raise ValueError(
-                f"bag: patient joins the slides of a patient, so it has no use with {other}; leave one out"
-            )
+            what = "bag: patient joins the slides of a patient"
+            raise ValueError(f"{what}, so it has no use with {other}; leave one out")
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
         if self.images:
@@ -217,8 +221,7 @@ class CohortConfig(_Section):
     def _check_images(self, size: int, patch: int) -> None:
         of_features = ("features", "coords", "encoder", "stride", "coords_key", "features_key", "cap")
         if set_too := [key for key in of_features if getattr(self, key)] + (["cache"] if self.cache.folder else []):
-            key = set_too[0]
-            raise ValueError(f"images and {key} are both set; {key} is for feature files, keep one of them")
+            raise ValueError("images and {0} are both set; {0} is for feature files, keep one of them".format(*set_too))
         if size % patch or size < 2 * patch:
             raise ValueError(f"images.size is {size}, expected a multiple of images.patch ({patch}), twice it at least")
 
@@ -235,8 +238,12 @@ class CohortConfig(_Section):
 
     @property
     def at_once(self) -> int:
-        """Bags that go through a model together: images fill a batch, slides go one by one."""
+        """Bags that go through a model together: images fill a batch."""
         return self.train.batch_size if self.images else 1
+
+    def together(self, largest: int) -> int:
+        """Patches that go through a model together at most, if a bag has at most ``largest``."""
+        return max(largest * self.at_once, min(self.train.pack or 0, largest * self.train.accumulation))
 
     @property
     def preset(self) -> "Cohort | None":
@@ -344,8 +351,8 @@ def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> Cohort
     if not matches.found:
         for note in several_files(matches, config.slide):
             raise UserError(note.what, cure=note.cure, kind=note.kind)
-        example = f"the first slide is {table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
-        what = f"none of {len(table.frame)} slides has a file of its name: {example}"
+        what = f"none of {len(table.frame)} slides has a file of its name: the first slide is "
+        what += f"{table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
         cure = f"Check `slide` and `{'images' if config.images else 'features'}`."
         raise UserError(what, cure=cure, kind="matching")
     return CohortData(config, table, matches, notes)
@@ -377,9 +384,8 @@ def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
         return read_table(config.table, config.columns, **named, slide_table=config.slides, files=files)
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)
-    wanted = "`table`, one row per slide or patient,"
-    if config.preset:
-        wanted = "`labels`, the folder of its public label files,"
+    labels, own = "`labels`, the folder of its public label files,", "`table`, one row per slide or patient,"
+    wanted = labels if config.preset else own
     raise UserError(f"{wanted} is not set", where=config.name, cure="Labels cannot be read.", kind="setting")
 
 

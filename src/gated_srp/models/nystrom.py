@@ -98,11 +98,12 @@ def nystrom_map(q: Tensor, keys: Iterable[Tensor], q_marks: Tensor, k_marks: Ten
         return torch.stack([part @ weights(marks, k) for part, marks, k in heads], dim=1)
 
 
-def pinv(a: Tensor) -> Tensor:
+def pinv(a: Tensor, largest: Tensor | None = None) -> Tensor:
     """Iterative Moore-Penrose inverse of A (B, H, M, M) in float32: six times Z <- 0.25 Z (13 I - A Z (15 I - A Z (7 I - A Z))), from
-    A^T / (largest row sum * largest column sum), each over all heads of a bag."""
+    A^T / (largest row sum * largest column sum), each over all heads of a bag; ``largest`` (B,): that product, where it is known."""
     a = a.float()
-    largest = a.sum(-1).amax((1, 2)) * a.sum(-2).amax((1, 2))  # (B,)
+    if largest is None:
+        largest = a.sum(-1).amax((1, 2)) * a.sum(-2).amax((1, 2))  # (B,)
     z = a.transpose(-2, -1) / largest.view(-1, 1, 1, 1)
     if by_hand():
         return refined(a.flatten(0, 1), z.flatten(0, 1)).view(a.shape)

@@ -42,6 +42,7 @@ class SlideModel(nn.Module):
     card: dict[str, Any]  # of a model that was read from a file: what the file says about it
     drop_path: float
     checkpointing: bool
+    packs: bool = False  # bags of any lengths may go through it together: `fast.packed.packed_logits`
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         raise NotImplementedError
@@ -162,6 +163,7 @@ class SlideTransformer(SlideModel):
         self.head = nn.Linear(dim, num_outputs)
         self.drop_path = drop_path
         self.checkpointing = False
+        self.packs = type(self) is SlideTransformer  # others change what enters a block, or how
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         """``features`` (B, N, in_dim), ``graph`` of the patches alone, ``keep`` from `draw_keep` (drawn here in training) -> (B, outputs)."""

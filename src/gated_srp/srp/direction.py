@@ -50,9 +50,9 @@ class SlideMean(Direction):
 
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         with torch.no_grad():
-            bags = wide(v).view(graph.num_bags, -1, *v.shape[1:])  # (B, L, H, D)
-            means = [bag[graph.before : graph.before + n].mean(0) for bag, n in zip(bags, graph.lengths, strict=True)]
-            axis = torch.stack(means).unsqueeze(1).expand_as(bags).reshape(v.shape)
+            axis = torch.zeros_like(wide(v))
+            for span in graph.spans:
+                axis[span] = wide(v[span]).mean(0)
             return axis * (graph.neighbour_count > 0).view(-1, 1, 1)
 
 
@@ -74,11 +74,9 @@ class ShuffledNeighbours(Direction):
     """Control: as many neighbours as there are, but of a fixed random reordering of the slide's patches."""
 
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
-        rows = len(v) // graph.num_bags
         order = torch.arange(len(v), device=v.device)
-        for bag, patches in enumerate(graph.lengths):
-            first = bag * rows + graph.before
-            order[first : first + patches] = first + _scrambled(patches, v.device)
+        for span in graph.spans:
+            order[span] = span.start + _scrambled(span.stop - span.start, v.device)
         return graph.mean(v.detach()[order].flatten(1)).view(v.shape)
 
 

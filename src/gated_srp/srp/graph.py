@@ -125,6 +125,13 @@ class PatchGraph:
         return len(self.lengths)
 
     @property
+    def spans(self) -> list[slice]:
+        """Where the patches of each bag lie among all rows."""
+        rows = self.num_rows // self.num_bags
+        starts = [bag * rows + self.before for bag in range(self.num_bags)]
+        return [slice(start, start + patches) for start, patches in zip(starts, self.lengths, strict=True)]
+
+    @property
     def most_neighbours(self) -> int:
         """K = n * n - 1, the neighbours of a patch inside tissue."""
         return self.window**2 - 1

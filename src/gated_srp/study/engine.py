@@ -147,7 +147,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
         how = {"epochs": cell.config.train.epochs, "at_once": cell.config.at_once}
         seconds += run_seconds(trunk, parts, rate=machine.rate, **how)
         disk += 4.0 * (12 * model.dim**2 * model.depth + width * model.dim)
-        memory = max(memory, trunk.memory(largest * cell.config.at_once))
+        memory = max(memory, trunk.memory(cell.config.together(largest)))
     disk += _STATE * disk / len(left) if left else 0.0
     return Cost(len(left), seconds, disk, memory)
 

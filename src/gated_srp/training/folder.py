@@ -53,6 +53,7 @@ _PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchm
 _FREE = {"out", "cache.folder", "train.workers", "train.log", "train.checkpointing"}
 _LATER: dict[str, Any] = {
     "train.gate_lr": 1.0,
+    "train.pack": None,
     "select": {"ties": "first"},
     "bag": "slide",
 }  # what versions did that lacked a setting

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.loader import SlideBag
-from gated_srp.training.loop import Callbacks, Training, error_context, steps, training_step
+from gated_srp.training.loop import Callbacks, Training, batches, error_context, training_step
 
 
 def accumulate_jointly(
@@ -23,25 +23,23 @@ def accumulate_jointly(
     losses = torch.zeros(len(window), device=ranks.device)
 
     def seen(logits: Tensor, target: Tensor) -> Tensor:
-        outputs[list(places)] = logits.detach().float().reshape(-1, outputs.shape[1])
+        outputs[places] = logits.detach().float().reshape(-1, outputs.shape[1])
         return logits.sum() * 0
 
     def sloped(logits: Tensor, target: Tensor) -> Tensor:
-        return (logits.float().reshape(-1, outputs.shape[1]) * slope[list(places)]).sum()
+        return (logits.float().reshape(-1, outputs.shape[1]) * slope[places]).sum()
 
-    for places in steps(ranks, len(window), training.batch):
-        batch = [next(bags) for _ in places]
+    for places, batch in batches(ranks, bags, len(window), size=training.batch, pack=training.pack):  # noqa: B007 (read by seen)
         with error_context(batch, training.settings), torch.no_grad():
             training_step(training, batch, loss=seen, recorded=False)
     ranks.sum(outputs)
     outputs.requires_grad_()
     loss = training.task.training_loss(outputs, targets[list(window)].to(ranks.device))
     (slope,) = torch.autograd.grad(loss, outputs)
-    for places in steps(ranks, len(window), training.batch):
-        batch = [next(bags) for _ in places]
+    for places, batch in batches(ranks, bags, len(window), size=training.batch, pack=training.pack):
         with error_context(batch, training.settings):
             training_step(training, batch, loss=sloped).backward()
-        losses[list(places)] = loss.detach().float()
+        losses[places] = loss.detach().float()
         for bag in batch:
             callbacks.bag(bag)
     return losses

@@ -9,7 +9,6 @@ Shapes: B bags of a forward, K outputs, G gates, L rows, H heads, N patches.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from gated_srp.srp import PatchGraph, SignedGate, range_free, regimes
 from gated_srp.streams import stream
 from gated_srp.tasks import Task, selection_score
 from gated_srp.training.optim import flat_gradients, learning_rate, make_optimiser
-from gated_srp.training.ranks import Ranks, accelerator, choose_precision
+from gated_srp.training.ranks import Ranks
 from gated_srp.training.state import Checkpoint, TrainingProgress
 
 
@@ -72,6 +71,11 @@ class Training:
     def batch(self) -> int:
         """Bags that go through the model at once. Slides differ in length, and Nystrom's pinv wants one at a time."""
         return self.settings.batch_size if self.model.images else 1
+
+    @property
+    def pack(self) -> int | None:
+        """Patches of several bags that go through the model at once; None: one bag does, as some models ask."""
+        return self.settings.pack if self.model.packs else None
 
     @property
     def over(self) -> bool:
@@ -147,27 +151,42 @@ def train_epoch(training: Training, rows: Sequence[int], callbacks: Callbacks) -
 def accumulate(training: Training, window: Sequence[int], bags: Iterator[SlideBag], callbacks: Callbacks) -> Tensor:
     """Add up the gradients of this rank's bags of a window; the losses (bags of the window,), those of other ranks zero."""
     losses = torch.zeros(len(window), device=training.ranks.device)
-    for places in steps(training.ranks, len(window), training.batch):
-        batch = [next(bags) for _ in places]
+    for places, batch in batches(training.ranks, bags, len(window), size=training.batch, pack=training.pack):
         with error_context(batch, training.settings):
             loss = training_step(training, batch)
-            (loss / (len(window) / len(batch))).backward()
-        losses[list(places)] = loss.detach()
+            mean = loss.mean() if loss.ndim else loss
+            (mean / (len(window) / len(batch))).backward()
+        losses[places] = loss.detach()
         for bag in batch:
             callbacks.bag(bag)
     return losses
 
 
-def steps(ranks: Ranks, bags: int, size: int) -> Iterator[range]:
-    """Places of the bags that this rank takes, at most ``size`` at once."""
-    mine = range(ranks.rank, bags, ranks.count)
-    return (mine[start : start + size] for start in range(0, len(mine), size))
+def batches(
+    ranks: Ranks, bags: Iterator[SlideBag], count: int, *, size: int = 1, pack: int | None = None
+) -> Iterator[tuple[list[int], list[SlideBag]]]:
+    """This rank's bags of ``count`` and their places, those together that go through a model at once: ``size`` of them, or with
+    ``pack`` as many in a row as have that many patches together."""
+    places: list[int] = []
+    batch: list[SlideBag] = []
+    for place in range(ranks.rank, count, ranks.count):
+        bag = next(bags)
+        if pack and batch and sum(len(one.features) for one in (*batch, bag)) > pack:
+            yield places, batch
+            places, batch = [], []
+        places.append(place)
+        batch.append(bag)
+        if not pack and len(batch) == size:  # before the next one is in memory
+            yield places, batch
+            places, batch = [], []
+    if batch:
+        yield places, batch
 
 
 def training_step(
     training: Training, batch: Sequence[SlideBag], *, loss: Loss | None = None, recorded: bool = True
 ) -> Tensor:
-    """The mean loss of bags that go through the model together; ``recorded``: what the gates do counts."""
+    """The mean loss of bags that go through the model together, of packed ones the loss of each; ``recorded``: what the gates do counts."""
     model, device = training.model, training.ranks.device
     keep = None
     if model.drop_path > 0:
@@ -176,8 +195,14 @@ def training_step(
         keep = torch.cat(keeps, -1).to(device)
     if recorded:
         training.gates.next_bag()
-    features, graph = together(batch)
     target = torch.stack([bag.target for bag in batch if bag.target is not None])
+    if training.pack and len(batch) > 1:
+        logits = packed(training.ranks, model, batch, keep)
+        if loss is not None:
+            return loss(logits, target.to(device))
+        ones = zip(logits.split(1), target.to(device).split(1), strict=True)  # a task's mean over bags may weigh them
+        return torch.stack([training.task.training_loss(*one) for one in ones])
+    features, graph = together(batch)
     with training.ranks.autocast():
         return model.training_loss(
             features.to(device, non_blocking=True),
@@ -186,6 +211,15 @@ def training_step(
             loss=loss or training.task.training_loss,
             keep=keep,
         )
+
+
+def packed(ranks: Ranks, model: SlideModel, batch: Sequence[SlideBag], keep: Tensor | None = None) -> Tensor:
+    """Logits (B, K) of bags of any lengths that go through the model together."""
+    from gated_srp.models.fast.packed import packed_logits  # not above: few runs need it
+
+    bags = [(bag.features.to(ranks.device, non_blocking=True), bag.graph.to(ranks.device)) for bag in batch]
+    with ranks.autocast():
+        return packed_logits(model, bags, keep)
 
 
 def clip_or_stop(training: Training, window: Sequence[int], losses: Sequence[float]) -> None:
@@ -244,16 +278,19 @@ def predict_logits(
     seen: Callable[[SlideBag], None] = lambda bag: None,
     *,
     batch: int = 1,
+    pack: int | None = None,
 ) -> Tensor:
-    """Logits of these bags, (B, K) in float32 on the CPU, ``batch`` at a time; ranks share the bags, all get the answer."""
+    """Logits of these bags, (B, K) in float32 on the CPU, at once as `batches` says; ranks share the bags, all get the answer."""
     model.eval()
     logits = torch.zeros(len(rows), model.settings["num_outputs"], device=ranks.device)
-    bags = loader.epoch([rows[place] for step in steps(ranks, len(rows), batch) for place in step])
-    for places in steps(ranks, len(rows), batch):
-        found = [next(bags) for _ in places]
+    bags = loader.epoch([rows[place] for place in range(ranks.rank, len(rows), ranks.count)])
+    for places, found in batches(ranks, bags, len(rows), size=batch, pack=pack):
         with error_context(found), ranks.autocast():
-            features, graph = together(found)
-            logits[list(places)] = model(features.to(ranks.device, non_blocking=True), graph.to(ranks.device)).float()
+            if pack and len(found) > 1:
+                logits[places] = packed(ranks, model, found).float()
+            else:
+                features, graph = together(found)
+                logits[places] = model(features.to(ranks.device, non_blocking=True), graph.to(ranks.device)).float()
         for bag in found:
             seen(bag)
     ranks.sum(logits)
@@ -282,48 +319,11 @@ def error_context(bags: Sequence[SlideBag], settings: TrainConfig | None = None)
         place = f"slide {bags[0].slide!r} ({bags[0].path}){more}"
         raise error.changed(where=f"{place}: {error.where}" if error.where else place) from error
     except (MemoryError, RuntimeError) as error:
-        if not _is_memory(error):
+        from gated_srp.training.memory import is_memory, out_of_memory
+
+        if not is_memory(error):
             raise
-        raise _out_of_memory(bags, settings) from error
-
-
-def memory_error(error: Exception) -> Exception:
-    """The same error; running out of memory elsewhere than at a bag, as while a state is saved, as one that a user can mend."""
-    if not _is_memory(error):
-        return error
-    what = f"out of memory ({' '.join(str(error).split())[:160] or type(error).__name__}). The last saved state is kept"
-    cure = "Free some memory, or set fewer train.workers; then start the same command again."
-    return UserError(what, cure=cure, kind="memory").with_traceback(error.__traceback__)
-
-
-def _is_memory(error: Exception) -> bool:
-    """PyTorch has one class of error for everything, so its words are all there is to tell by."""
-    said = re.search("out of memory|llocate memory|enough memory|Unable to allocate", str(error))
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said is not None)
-
-
-def _out_of_memory(bags: Sequence[SlideBag], settings: TrainConfig | None) -> UserError:
-    bag = bags[0]
-    patches = len(bag.features)
-    cures = []
-    if settings is not None and len(bags) > 1:
-        size, times = math.ceil(settings.batch_size / 2), 2 * settings.accumulation
-        cures.append(f"train.batch_size: {size} and train.accumulation: {times} in a new run, the same updates")
-    if settings is not None and not settings.checkpointing:
-        cures.append("train.checkpointing: true, which goes on in the same run with the same numbers")
-    kind = accelerator()
-    wanted = "auto" if kind == "cuda" else "bf16"  # what the machine can do: an old GPU would emulate it
-    if settings and (choose_precision(settings.precision, kind), choose_precision(wanted, kind)) == ("32", "bf16"):
-        cures.append("train.precision: bf16 in a new run")
-    if len(bags) == 1:
-        cures.append(f"a cap of {max(1, patches // 2):,} or less in a new run")
-    more = f" and {len(bags) - 1} more at once, each" if len(bags) > 1 else ""
-    return UserError(
-        f"out of memory at slide {bag.slide!r}{more} with {patches:,} patches of {bag.features.shape[1]} channels. "
-        "The state before it is kept",
-        cure=f"Set {'; or '.join(cures)}.",
-        kind="memory",
-    )
+        raise out_of_memory(bags, settings) from error
 
 
 # What the gates do --------------------------------------------------------------------------------------------------
@@ -384,8 +384,11 @@ class GateRecorder:
                 return
             self._open.discard(place)
             graph: PatchGraph = args[2]
-            heads = beta.view(graph.num_bags, -1, beta.shape[-1]).transpose(1, 2)  # (B, H, L), of one length
-            found = summary(heads[..., graph.before : graph.before + max(graph.lengths)]).sum(0)
+            if len(set(graph.lengths)) > 1:
+                found = torch.stack([summary(beta[span].t()) for span in graph.spans]).sum(0)
+            else:
+                heads = beta.view(graph.num_bags, -1, beta.shape[-1]).transpose(1, 2)  # (B, H, L)
+                found = summary(heads[..., graph.before : graph.before + graph.lengths[0]]).sum(0)
             before = self._sums[place]
             self._sums[place] = found if before is None else before + found
 

@@ -35,7 +35,8 @@ def validate(training: Training, inputs: TrainingData, callbacks: Callbacks) -> 
 
 
 def _logits(training: Training, rows: list[int], callbacks: Callbacks) -> Tensor:
-    return predict_logits(training.ranks, training.model, training.loader, rows, callbacks.bag, batch=training.batch)
+    ranks, model, loader = training.ranks, training.model, training.loader
+    return predict_logits(ranks, model, loader, rows, callbacks.bag, batch=training.batch, pack=training.pack)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
 from gated_srp.training.folder import RunFolder, departures, environment, settings_of, versions
 from gated_srp.training.inputs import TrainingData, check_files, fingerprints, load_inputs, refuse_other_inputs
-from gated_srp.training.loop import Training, fit, memory_error
+from gated_srp.training.loop import Training, fit
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
 from gated_srp.training.ranks import Ranks, accelerator, choose_precision, launch
 from gated_srp.training.results import read_results, validate, write_results
@@ -199,6 +199,8 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
                 )
             results = read_results(training, inputs, callbacks)
         except Exception as error:
+            from gated_srp.training.memory import memory_error
+
             callbacks.rescue(training, error := memory_error(error))
             raise error
         finally:
@@ -262,6 +264,8 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
         save_checkpoint(training.checkpoint(), run.state)  # from here on the run is begun
         count = sum(p.numel() for p in model.parameters())
         callbacks.say(f"{run.path}: {job.arm}, {count:,} parameters, {ranks.device}, precision {ranks.precision}")
+        if train.pack and not model.packs:
+            callbacks.say(f"train.pack: {job.arm} takes one bag at a time, so this run does")
     ranks.wait()
     return training
 
@@ -307,6 +311,7 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         "split_hash": inputs.split.hash,
         "precision": precision,
         "gate_lr": job.config.train.gate_lr,
+        **({"pack": job.config.train.pack} if job.config.train.pack else {}),
         **({"bag": "patient", "bag_order": "slide name"} if inputs.joined is not None else {}),
         **({"sampling": job.config.train.sampling} if job.config.train.sampling else {}),
         "versions": versions(),

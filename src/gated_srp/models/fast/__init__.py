@@ -1,7 +1,8 @@
 """Fast forms of what the model classes write plainly, and the one place that says when they take over.
 
 `gradients`: parts of a block with hand-written backwards and Nystrom attention, in row chunks.
-`inference`: a prediction in one pass over the rows, in memory that the blocks share. Each equals the plain form (tests/models/test_fast.py).
+`inference`: a prediction in one pass over the rows, in memory that the blocks share.
+`packed`: several small bags at once. Each equals the plain form (tests/models/fast/).
 """
 
 from collections.abc import Iterator
