@@ -124,6 +124,14 @@ class Seen(Record):
     val: SeenIds
 
 
+class Covariate(Record):
+    name: str
+    mean: Number = None
+    std: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    categories: Names | None = None
+    gaps: bool
+
+
 class Card(Record):
     """The card of a model file"""
 
@@ -137,6 +145,7 @@ class Card(Record):
     encoder: str | None = None
     stride: list[Stride] = []
     images: Images | None = None
+    covariates: list[Covariate] | None = None
     features: Features | None = None
     temperature: Positive | None = None
     calibration_slides: int | None = None

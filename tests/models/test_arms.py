@@ -32,11 +32,13 @@ def bag(count: int = PATCHES) -> tuple[torch.Tensor, PatchGraph]:
     cells = torch.cartesian_prod(torch.arange(4), torch.arange(5))[torch.randperm(20, generator=draw)[:count]]
     cells[-1] += 20
     features = torch.randn(1, count, 8, generator=draw)
-    return features, PatchGraph.from_coords(cells * 256, features[0], stride=256)
+    graph = PatchGraph.from_coords(cells * 256, features[0], stride=256)
+    return features, graph.with_covariates(torch.tensor([[1.5, -0.5, 1.0]]))
 
 
 def small(name: str, seed: int = 3, **changes):
-    return build_model(name, seed=seed, **{**SMALL, "num_patches": PATCHES, **changes})
+    sizes = {**SMALL, "num_patches": PATCHES, "covariates": 3 * find_arm(name).needs_covariates}
+    return build_model(name, seed=seed, **{**sizes, **changes})
 
 
 @cache
@@ -131,6 +133,21 @@ class TestEveryArm:
             betas = [layer.beta for layer in seen if layer.beta is not None]
             assert betas and all(beta.shape[-1] == PATCHES for beta in betas)
 
+    def test_covariates_are_concatenated_before_its_head(self, name):
+        """One linear layer over [z, c]: logits without c, and c times the weights of its own."""
+        model, (features, graph) = small(name, covariates=3).eval(), bag()
+        draw = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+            found, weight = model(features, graph), model.covariates.weight.detach()
+            zero = model(features, graph.with_covariates(torch.zeros(1, 3)))
+        own = [sum(float(weight[k, f]) * float(graph.covariates[0, f]) for f in range(3)) for k in range(2)]
+        half = 2 if "instance_head.weight" in model.state_dict() else 1  # DSMIL's head is one of two streams
+        torch.testing.assert_close(found - zero, torch.tensor([own]) / half, atol=1e-5, rtol=1e-4)
+        model.training_loss(features, graph, TARGET, loss=F.cross_entropy).backward()
+        assert model.covariates.weight.grad.abs().sum() > 0
+
     def test_it_comes_back_from_a_file_and_takes_one_patch_in_half_precision(self, name, tmp_path):
         model = shaken(name)
         save_model(model, tmp_path / "model.safetensors")
@@ -139,6 +156,7 @@ class TestEveryArm:
             assert torch.equal(loaded(*bag()), model(*bag()))
             if not model.images:
                 lone = PatchGraph.from_coords(torch.zeros(1, 2, dtype=torch.long), stride=1)
+                lone = lone.with_covariates(bag()[1].covariates)
                 logits = model(torch.randn(1, 1, 8).half(), lone)
                 assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
 

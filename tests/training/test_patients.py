@@ -163,7 +163,9 @@ def test_evaluation_scores_patients(finished, tmp_path):
 def test_heatmaps_are_of_one_slide_of_the_patients_bag(cohort, finished, tmp_path):
     folder = cohort.parent
     first, second = (next(folder.rglob(f"{name}.h5")) for name in ("a01", "b01"))
-    views = [view_slide(finished.path, file, beside=[other]) for file, other in ((first, second), (second, first))]
+    views = [
+        view_slide(finished.path, file, known={"beside": [other]}) for file, other in ((first, second), (second, first))
+    ]
     assert [len(view.patches.rows) for view in views] == [10, 10]
     whole = torch.cat([view.layers[-1].cls_attention for view in views], -1)
     bag = open_slide(finished.path, first, beside=[second])

@@ -17,7 +17,8 @@ from gated_srp.data import Preparation, prepare, read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.tasks.metrics import curve_at
-from gated_srp.training.predict import files_for, predict, slide_names
+from gated_srp.training.known import files_for, slide_names
+from gated_srp.training.predict import predict
 from gated_srp.training.train import train
 from gated_srp.training.trained import TrainedRun, open_runs, stride_problem
 

@@ -22,9 +22,10 @@ from gated_srp.streams import stream
 from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.evaluate import evaluate as evaluate_run
 from gated_srp.training.inputs import load_inputs
+from gated_srp.training.known import files_for
 from gated_srp.training.loop import Training, bag_order, fit, predict_logits, train_epoch
 from gated_srp.training.optim import learning_rate
-from gated_srp.training.predict import files_for, predict
+from gated_srp.training.predict import predict
 from gated_srp.training.ranks import Ranks
 from gated_srp.training.train import train
 from gated_srp.training.trained import TrainedRun

@@ -14,7 +14,7 @@ from gated_srp.checks import findings as found_by
 from gated_srp.checks.survey import FileFacts, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
-from gated_srp.config.reach import gate_reach
+from gated_srp.config.reach import gate_reach, trunk_of
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.files.stride import unnamed_source
 from gated_srp.data.prepared import Preparation
@@ -302,7 +302,7 @@ def _about_cost(
         bags = bags.groupby("case", as_index=False).agg({"part": "first", "size": "sum"})
     bags["size"] = bags["size"].clip(upper=config.cap).astype(int)
     slides = {part: bags.loc[bags["part"] == part, "size"].tolist() for part in PARTS}
-    trunks = [config.trunk(arm_settings(name)[0], width) for name in config.arms]
+    trunks = [trunk_of(config, arm_settings(name)[0], width) for name in config.arms]
     how = {"epochs": config.train.epochs, "at_once": config.at_once}
     seconds = [run_seconds(trunk, slides, rate=machine.rate, **how) for trunk in trunks]
     return {

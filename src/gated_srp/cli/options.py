@@ -14,7 +14,10 @@ Repeats = Annotated[int, Option(min=1, help="How often patients are resampled.")
 Stride = Annotated[float | None, Option(help="Distance between patches, where the file's is wrong.")]
 Coords = Annotated[Path | None, Option(help="Folder of the positions, where it is not beside the features.")]
 Whose = Annotated[
-    Path | None, Option(help="A spreadsheet of slides and patients, or a cohort's YAML: whose slides these are.")
+    Path | None,
+    Option(
+        help="A spreadsheet of slides, patients and the run's covariates, or a cohort's YAML: whose slides these are."
+    ),
 ]
 Drawn = Annotated[
     Path | None,

@@ -79,7 +79,7 @@ def predict(
     ] = None,
 ) -> None:
     """Predict slides without labels: probabilities, raw and calibrated, or risk and survival."""
-    from gated_srp.training.predict import files_for
+    from gated_srp.training.known import files_for
     from gated_srp.training.predict import predict as run
     from gated_srp.training.trained import open_runs
 

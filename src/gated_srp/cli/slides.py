@@ -232,6 +232,7 @@ def view(
     features: Annotated[Path, Option(help="Folder for the features of slide images.")] = Path("viewed"),
     port: Annotated[int, Option(min=0, max=65535, help="0: a free one.")] = 0,
     coords: Coords = None,
+    table: Whose = None,
     stride: Stride = None,
     force: Force = False,
 ) -> None:
@@ -248,6 +249,7 @@ def view(
             export=export,
             features=features,
             coords=coords,
+            table=table,
             stride=stride,
             force=force,
             progress=progress,

@@ -1,7 +1,6 @@
 """The settings of a cohort's YAML (names, types, bounds) and what they lead to: the table, the file of each slide, the parts.
 
-data = open_cohort(load_config("cohort.yaml"))
-slides = data.slides(seed=42)                     # one row per slide: slide, case, label(s), file, part
+data = open_cohort(load_config("cohort.yaml")); data.slides(seed=42) has one row per slide: slide, case, label(s), file, part
 """
 
 import math
@@ -21,7 +20,7 @@ from gated_srp.data.prepared import READING, Preparation
 from gated_srp.data.splits import Split, assign_parts, check_fold, k_folds, own_split, site_folds
 from gated_srp.data.table import Table, read_table
 from gated_srp.errors import Note, UserError
-from gated_srp.machine import Trunk, precision_name
+from gated_srp.machine import precision_name
 from gated_srp.models import ARMS, Sizes, arm_settings, find_arm
 from gated_srp.tasks import task_names
 
@@ -148,6 +147,13 @@ class ImagesConfig(_Section):
     patch: int = Field(default=16, ge=1, le=2**14)
 
 
+class CovariatesConfig(_Section):
+    """Columns of the table that the head sees beside the slide: ``covariates: {numeric: age, categorical: [sex, stage]}``."""
+
+    numeric: Annotated[tuple[str, ...], BeforeValidator(_tupled)] = ()
+    categorical: Annotated[tuple[str, ...], BeforeValidator(_tupled)] = ()
+
+
 class CohortConfig(_Section):
     """All settings of one cohort, complete and checked. Made by `load_config`."""
 
@@ -171,6 +177,7 @@ class CohortConfig(_Section):
     slide: str | None = None
     case: str | None = None
     site: str | None = None
+    covariates: CovariatesConfig | None = None
     metric: str
     exclude: Annotated[Path | tuple[str, ...] | None, BeforeValidator(_listed_or_named)] = None
     bag: Literal["slide", "patient"] = "slide"
@@ -198,11 +205,12 @@ class CohortConfig(_Section):
         if self.event and self.censorship:
             raise ValueError("event and censorship say the opposite of each other; name one of them")
         if self.labels and not self.cohort:
-            raise ValueError(
-                "labels is the folder of a preset's public files; name the preset with cohort, or use table"
-            )
+            what = "labels is the folder of a preset's public files; name the preset with cohort, or use table"
+            raise ValueError(what)
         if self.labels and self.table:
             raise ValueError("labels (a preset's public files) and table (your own) are both set; keep one")
+        if self.covariates is not None and not self.table:
+            raise ValueError("covariates are columns of your own table; name it with table")
         if self.slides and not self.table:
             raise ValueError("slides is joined to a patient table; name that with table")
         if self.bag == "patient" and (self.images or self.score == "slide"):
@@ -280,12 +288,6 @@ class CohortConfig(_Section):
         gate = self.gate(arm)
         return self.model.model_dump() | {"delta": gate.delta, "hidden_dim": gate.hidden_dim}
 
-    def trunk(self, arm: str, width: int) -> Trunk:
-        """What a run of an arm on features of this width computes, for an estimate; an unknown arm is taken for a usual one."""
-        model, known = self.model, ARMS.get(arm, ARMS["na"])
-        landmarks = model.num_landmarks if known.trunk == "nystrom" else 0
-        return Trunk(width, model.dim, model.depth, known.dense, heads=model.num_heads, landmarks=landmarks)
-
     def resolved(self, arm: str | None = None) -> dict[str, Any]:
         """Everything as plain values for a YAML file, paths absolute; with ``arm`` the settings of that arm alone."""
         plain = self.model_dump(mode="json")
@@ -362,14 +364,12 @@ def find_files(config: CohortConfig) -> FoundFiles:
     """All feature files of the cohort's folders, or its images."""
     if config.images is not None:
         if config.images.folder is None:
-            cure = "Name the folder of the images."
-            raise UserError("`images` is not set", where=config.name, cure=cure, kind="setting")
+            raise UserError("`images` is not set", where=config.name, cure="Name their folder.", kind="setting")
         from gated_srp.data.files.images import find_images
 
         return FoundFiles(find_images(config.images.folder))
     if not config.features:
-        cure = "Name the folder of the feature files."
-        raise UserError("`features` is not set", where=config.name, cure=cure, kind="setting")
+        raise UserError("`features` is not set", where=config.name, cure="Name their folder.", kind="setting")
     folders = [look_into(folder, encoder=config.encoder) for folder in config.features]
     if not any(folder.bags for folder in folders):
         raise nothing_found(config.features[0], encoder=config.encoder)
@@ -380,8 +380,10 @@ def find_files(config: CohortConfig) -> FoundFiles:
 def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
     """The cohort's table of slides: the preset's public files, or the user's own."""
     if config.table is not None:
-        named: dict[str, Any] = {key: getattr(config, key) for key in ("task", "classes", "sheet", "missing")}
-        return read_table(config.table, config.columns, **named, slide_table=config.slides, files=files)
+        how: dict[str, Any] = {
+            key: getattr(config, key) for key in ("task", "classes", "sheet", "missing", "covariates")
+        }
+        return read_table(config.table, config.columns, **how, slide_table=config.slides, files=files)
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)
     labels, own = "`labels`, the folder of its public label files,", "`table`, one row per slide or patient,"

@@ -1,4 +1,4 @@
-"""How far gates can move in a training, from its steps and learning rate, and how far they did.
+"""How far gates can move in a training, from its steps and learning rate, and how far they did; and what a run computes.
 
 A gate starts at beta = 0. AdamW moves a weight by at most about the learning rate per step, whatever the size of its gradient, so that warm-up
 and cosine over T steps let it travel S = gate_lr lr (T / 2 + 1), for every length of the warm-up. docs/method.md derives it.
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from gated_srp.config.cohort import CohortConfig
 from gated_srp.errors import Note, counted
-from gated_srp.models import arm_settings, find_arm
+from gated_srp.machine import Trunk
+from gated_srp.models import ARMS, arm_settings, find_arm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,3 +108,10 @@ def gates_moved(gates: pd.DataFrame) -> str:
     left = 100 * (1 - float(last["share_identity"].mean()))
     share = f"{left:.0f} % of coefficients" if left >= 0.5 else "none"
     return f"mean beta by layer {by_layer}; {share} left the identity (|beta| >= {OUTSIDE:g})"
+
+
+def trunk_of(config: CohortConfig, arm: str, width: int) -> Trunk:
+    """What a run of an arm on features of this width computes, for an estimate; an unknown arm is taken for a usual one."""
+    model, known = config.model, ARMS.get(arm, ARMS["na"])
+    landmarks = model.num_landmarks if known.trunk == "nystrom" else 0
+    return Trunk(width, model.dim, model.depth, known.dense, heads=model.num_heads, landmarks=landmarks)

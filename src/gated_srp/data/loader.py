@@ -29,6 +29,7 @@ Cached = tuple[Path, Preparation]  # what an entry of the cache is made from
 
 if TYPE_CHECKING:
     from gated_srp.data.cache import BagCache
+    from gated_srp.data.covariates import BagCovariates
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,6 +74,7 @@ class SlideDataset(Dataset[SlideBag]):
         self.targets = targets
         self.cache = cache
         self.caps: dict[int, int] = {}  # of slides that share the cap of a patient's bag
+        self.covariates: BagCovariates | None = None  # what models' heads see beside the bags
 
     @property
     def members(self) -> "SlideDataset":
@@ -97,6 +99,10 @@ class SlideDataset(Dataset[SlideBag]):
     def __getitem__(self, index: int) -> SlideBag:
         return self.varied(index, None)
 
+    def informed(self, bag: SlideBag) -> SlideBag:
+        """The bag with its covariates, where there are any."""
+        return bag if self.covariates is None else self.covariates.added_to(bag)
+
     def varied(self, index: int, variation: Variation | None) -> SlideBag:
         """As an epoch of training sees it: an image is augmented by a stream of its own, a slide stays as it is."""
         file, (slide, case), draws = self.files[index], self.slides.iloc[index], None
@@ -113,13 +119,14 @@ class SlideDataset(Dataset[SlideBag]):
             raise UserError(
                 f"out of memory while slide {slide!r} was read", where=file, cure=cure, kind="memory"
             ) from error
-        return SlideBag(
+        whole = SlideBag(
             **{field.name: getattr(bag, field.name) for field in fields(bag)},
             index=index,
             slide=slide,
             case=case,
             target=None if self.targets is None else self.targets[index],
         )
+        return self.informed(whole)
 
 
 class BagLoader:

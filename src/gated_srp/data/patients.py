@@ -108,12 +108,8 @@ class PatientDataset(SlideDataset):
     def varied(self, index: int, variation: Variation | None) -> SlideBag:
         self._share(index)
         bags = [self.members.varied(row, variation) for row in self.groups[index]]
-        return joined(
-            bags,
-            index=index,
-            case=self.slides["case"][index],
-            target=None if self.targets is None else self.targets[index],
-        )
+        target = None if self.targets is None else self.targets[index]
+        return self.informed(joined(bags, index=index, case=self.slides["case"][index], target=target))
 
     def _share(self, index: int) -> None:
         """The cap of the bag, shared by its slides; read once per patient from the headers."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
@@ -19,6 +19,9 @@ from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.tasks import Task, find_task
 from gated_srp.tasks.task import first_rows
+
+if TYPE_CHECKING:
+    from gated_srp.data.covariates import Named
 
 __all__ = ["Columns", "Table", "read_table"]
 
@@ -64,7 +67,7 @@ Patients = Literal["column", "barcode", "partly", "slide", "unknown"]
 
 @dataclass(frozen=True)
 class Table:
-    """One row per slide. Columns of ``frame``: slide, case, the label, and site if it is known.
+    """One row per slide. Columns of ``frame``: slide, case, the label, site if it is known, and `covariates.stored` ones.
 
     The label is ``label`` (number of the class in ``classes``), or ``time`` and ``event``, or one 0/1 column per label.
     ``dropped`` names each row left out and why; ``notes`` say how the file was read. ``patients``: where ``case`` comes from.
@@ -98,6 +101,7 @@ def read_table(
     missing: Sequence[str] | None = None,
     slide_table: str | Path | None = None,
     files: Iterable[str | Path] | None = None,
+    covariates: Named | None = None,
 ) -> Table:
     """Read a table of slides, of patients with their slides, or of patients joined to ``slide_table`` by patient.
 
@@ -109,9 +113,8 @@ def read_table(
     if missing:
         words = {word.casefold() for word in missing}
         frame = frame.mask(frame.map(lambda cell: isinstance(cell, str) and cell.casefold() in words), None)
-    table = tidy_table(
-        frame, columns, where=Path(path), task=task, classes=classes, slide_table=slide_table, files=files, notes=notes
-    )
+    how: dict[str, Any] = {"slide_table": slide_table, "files": files, "notes": notes, "covariates": covariates}
+    table = tidy_table(frame, columns, where=Path(path), task=task, classes=classes, **how)
     if unsure:
         _ask_about(table, Path(path))
     return table
@@ -127,6 +130,7 @@ def tidy_table(
     slide_table: str | Path | None = None,
     files: Iterable[str | Path] | None = None,
     notes: Sequence[Note] = (),
+    covariates: Named | None = None,
 ) -> Table:
     """The same for cells that were read (`read_frame`) and perhaps filtered."""
     log = _Log(where, list(notes))
@@ -137,22 +141,30 @@ def tidy_table(
     labels = kind.read(frame, columns, classes=classes, where=where)
     log.notes += labels.notes
     names = list(labels.frame.columns)
+    beside = pd.DataFrame(index=frame.index)
+    if covariates is not None:
+        from gated_srp.data.covariates import read_covariates  # not above: rarely asked for
+
+        answers = (columns.target, columns.time, columns.event, columns.censorship, columns.slide, columns.case)
+        taken = [one for named in answers for one in (named if isinstance(named, tuple) else (named,))]
+        beside = read_covariates(frame, covariates, taken, where)
     files = None if files is None else list(files)
     if slide_table is None:
         ids = _read_ids(frame, columns, log, files or ())
     else:
         ids = _join_ids(frame, replace(columns, slide=asked or columns.slide), Path(slide_table), log)
     rows, patients = _fill_cases(_fill_slides(ids, files, log), columns, frame, log)
-    rows = rows.join(labels.frame, on="row")
+    rows = rows.join(labels.frame, on="row").join(beside, on="row")
     for unusable, reason in labels.dropped:
         rows = log.drop(rows, rows["row"].map(unusable).astype(bool), reason)
     for name in names:
         rows = log.drop(rows, rows[name].isna(), f"no {name}")
-    rows = _unique(rows, names, by_case=kind.one_truth_per_case, log=log)
+    rows = _unique(rows, names, list(map(str, beside)), by_case=kind.one_truth_per_case, log=log)
     if rows.empty:
         raise UserError("no usable row is left", where=where, cure="; ".join(map(str, log.notes)), kind="empty")
     whole = [name for name in names if name not in kind.real]
-    rows = rows.astype(dict.fromkeys(whole, "int64"))[["slide", "case", *names, *(["site"] if "site" in rows else [])]]
+    kept = ["slide", "case", *names, *(["site"] if "site" in rows else []), *beside]
+    rows = rows.astype(dict.fromkeys(whole, "int64"))[kept]
     table = Table(rows.reset_index(drop=True), kind.name, labels.classes, patients=patients)
     readings = kind.describe(table.frame, labels.classes, columns)
     return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *readings))
@@ -184,9 +196,9 @@ def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[A-Za-z][\w /.]*", word) else f'"{word}"'
 
 
-def _unique(rows: pd.DataFrame, labels: list[str], *, by_case: bool, log: _Log) -> pd.DataFrame:
+def _unique(rows: pd.DataFrame, labels: list[str], beside: list[str], *, by_case: bool, log: _Log) -> pd.DataFrame:
     """One row per slide; a slide (or, where the task wants it, a patient) that says two things is refused."""
-    for key, facts in (("slide", ["case", *labels]), ("case", labels if by_case else [])):
+    for key, facts in (("slide", ["case", *labels, *beside]), ("case", labels if by_case else [])):
         distinct = rows.drop_duplicates([key, *facts])
         torn = distinct.loc[distinct[key].duplicated(), key].unique()
         if len(torn):

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from gated_srp.models.peers import Peer
 
 
+_Make = Callable[[Sizes, int], Attention]  # of a model's sizes and a block's number
+
+
 @dataclass(frozen=True)
 class AdaptedArm(Arm):
     """Control: where the gates would be, adapters with at least as many weights."""
@@ -60,6 +63,7 @@ class PeerArm:
     about: str = ""
     gated: bool = False
     starts_as: str = ""
+    needs_covariates: bool = False
 
     trunk: ClassVar[str] = "peer"
     base: ClassVar[str] = "na"
@@ -105,19 +109,14 @@ def _dense_differential(sizes: Sizes, number: int) -> Attention:
     return DifferentialAttention(sizes.dim, sizes.num_heads, depth=number)
 
 
-def _other(name: str, *takes: str) -> Callable[[Sizes, int], Attention]:
+def _other(name: str, *takes: str) -> _Make:
     """An attention of another publication. ``takes``: sizes beside width and heads."""
-
-    def make(sizes: Sizes, number: int) -> Attention:
-        made: Attention = _named(name)(sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes})
-        return made
-
-    return make
+    return lambda sizes, number: _named(name)(
+        sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes}
+    )
 
 
-def _but_last(
-    attention: Callable[[Sizes, int], Attention], last: Callable[[Sizes, int], Attention]
-) -> Callable[[Sizes, int], Attention]:
+def _but_last(attention: _Make, last: _Make) -> _Make:
     """The last block reads all patches for CLS alone: what an attention knows of a patch's surroundings has no use there."""
     return lambda sizes, number: (last if number == sizes.depth - 1 else attention)(sizes, number)
 
@@ -305,6 +304,9 @@ ARMS: dict[str, Arm | PeerArm] = {
         about="Patch-GCN as published: three graph convolutions, gated attention over all their outputs (Chen et al. 2021)",
     ),
     "linear_probe": PeerArm("LinearProbe", about="a linear layer on the mean of the features"),
+    "clinical": PeerArm(
+        "Clinical", about="the covariates alone, without patches: what a slide must add to", needs_covariates=True
+    ),
 }
 
 
@@ -320,18 +322,18 @@ def find_arm(name: str) -> Arm | PeerArm:
     """
     if name in ARMS:
         return ARMS[name]
-    near = difflib.get_close_matches(name, ARMS, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    hint = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(name, ARMS, n=1))
     raise UserError(f"arm {name!r} is not known", cure=f"{hint}Arms: {', '.join(ARMS)}.", kind="unknown_arm")
 
 
-def fitting_arms(task: str, *, images: bool = False) -> tuple[str, ...]:
-    """Every arm that is made for this kind of task, on slides or on images.
+def fitting_arms(task: str, *, images: bool = False, covariates: bool = False) -> tuple[str, ...]:
+    """Every arm that is made for this kind of task, on slides or on images, with covariates or without.
 
-    >>> set(ARMS) - set(fitting_arms("classification")) == {name for name, arm in ARMS.items() if arm.images}
+    >>> set(ARMS) - set(fitting_arms("classification", covariates=True)) == {name for name, arm in ARMS.items() if arm.images}
     True
     """
-    return tuple(name for name, arm in ARMS.items() if arm.images == images and task not in arm.refuses)
+    fitting = [(name, arm) for name, arm in ARMS.items() if arm.images == images and task not in arm.refuses]
+    return tuple(name for name, arm in fitting if covariates or not arm.needs_covariates)
 
 
 def arm_settings(name: str) -> tuple[str, dict[str, str]]:
@@ -362,8 +364,10 @@ def arm_title(name: str) -> str:
     return (ARMS[name].title if name in ARMS else "") or name
 
 
-def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **sizes: Any) -> SlideModel:
-    """The model of an arm, its start values from ``seed``; ``sizes`` are the fields of `Sizes`.
+def build_model(
+    arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, covariates: int = 0, **sizes: Any
+) -> SlideModel:
+    """The model of an arm, its start values from ``seed``; ``sizes`` are the fields of `Sizes`, ``covariates`` numbers for its head.
 
     >>> model = build_model("gated_srp", in_dim=1536, num_outputs=4)
     >>> sum(p.numel() for p in model.parameters()) - 3 * 351
@@ -377,9 +381,12 @@ def build_model(arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, **siz
     full = Sizes(**{**parts.defaults, **sizes})
     # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
     with torch.random.fork_rng(devices=[]):
-        model = parts.build(in_dim, num_outputs, full)
+        model: SlideModel = parts.build(in_dim, num_outputs, full)
+        if covariates:
+            model.covariates = torch.nn.Linear(covariates, num_outputs, bias=False)
     initialise(model, seed)
     model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
+    model.settings |= {"covariates": covariates} if covariates else {}
     return model
 
 

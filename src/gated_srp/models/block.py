@@ -1,6 +1,7 @@
-"""A pre-norm transformer block with room for a correction between attention and output projection, and the control for that place.
+"""A pre-norm transformer block with room for a correction between attention and output projection, and the control for that place;
+and the position of rows in a square.
 
-Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C channels, R rows of all bags.
+Shapes: B batch, H heads, L rows (row 0 is CLS), S side of the square, D head width, C channels, R rows of all bags.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from gated_srp.models.attention import Attention, merge_heads
 from gated_srp.models.fast import by_hand, one_pass
-from gated_srp.models.fast.gradients import feed_forward
+from gated_srp.models.fast.gradients import depthwise, feed_forward
 from gated_srp.models.fast.inference import Scratch, block_by_rows, first_row
 from gated_srp.srp import GatedSRP, PatchGraph
 
@@ -145,3 +146,42 @@ class FeedForward(nn.Module):
             return feed_forward(x, self.fc1, self.fc2)
         out: Tensor = self.fc2(F.gelu(self.fc1(x)))
         return out
+
+
+class PPEG(nn.Module):
+    """Position from the square layout of the rows (PPEG of TransMIL): patches + conv7 + conv5 + conv3 over the S x S square, depthwise; CLS passes by."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv7, self.conv5, self.conv3 = (nn.Conv2d(dim, dim, k, padding=k // 2, groups=dim) for k in (7, 5, 3))
+
+    def forward(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
+        """(B, L, C) -> the same shape; with ``overwrite`` in the memory of x, which takes no gradient."""
+        if overwrite:
+            x[:, 1:] = self._convolved(x[:, 1:])
+            return x
+        cls, patches = torch.split(x, [1, x.shape[1] - 1], dim=1)  # its backward is one cat; that of slices fills zeros
+        patches = self._convolved(patches)
+        return torch.cat([cls.to(patches.dtype), patches], dim=1)
+
+    def _convolved(self, patches: Tensor) -> Tensor:
+        """(B, S * S, C) -> the same shape."""
+        side = round(patches.shape[1] ** 0.5)
+        # Channels last, and said so by every stride: transposed rows cut into a square look otherwise to the library, which
+        # then reorders them, convolves them four times as slowly and hands back an answer that has to be reordered again.
+        square = patches.unflatten(1, (side, side)).movedim(-1, 1)  # (B, C, S, S)
+        weight, bias = self._folded()
+        if by_hand():
+            square = depthwise(square, weight, bias)
+        else:
+            square = F.conv2d(square, weight, bias, padding=3, groups=len(weight))
+        return square.movedim(1, -1).flatten(1, 2)
+
+    def _folded(self) -> tuple[Tensor, Tensor]:
+        """The three kernels and the skip as one 7 x 7 kernel: convolution is linear in its kernel."""
+        skip = F.pad(torch.ones_like(self.conv7.weight[:, :, :1, :1]), (3, 3, 3, 3))
+        weight = (
+            self.conv7.weight + F.pad(self.conv5.weight, (1, 1, 1, 1)) + F.pad(self.conv3.weight, (2, 2, 2, 2)) + skip
+        )
+        assert self.conv7.bias is not None and self.conv5.bias is not None and self.conv3.bias is not None
+        return weight, self.conv7.bias + self.conv5.bias + self.conv3.bias

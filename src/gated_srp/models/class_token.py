@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gated_srp.models.block import Block, LastBlock
+from gated_srp.models.block import PPEG, Block, LastBlock
 from gated_srp.models.fast.inference import Scratch
-from gated_srp.models.slide import PPEG, SlideTransformer
+from gated_srp.models.slide import SlideTransformer
 from gated_srp.srp import PatchGraph
 
 

@@ -102,7 +102,9 @@ def readme(card: Mapping[str, Any]) -> str:
     seen = card.get("seen")
     known = "" if seen is None else _SEEN.format(slides=counted(len(seen["train"]["slides"]), "name"))
     arm = str(settings.get("arm", "gated_srp"))
-    return _README.format(arm=_cell(arm), width=width, rows=rows, seen=known)
+    named = ", ".join(f"{one['name']!r}: ..." for one in card.get("covariates") or ())
+    beside = f", covariates={{{named}}}" if named else ""
+    return _README.format(arm=_cell(arm), width=width, rows=rows, seen=known, beside=beside)
 
 
 def _facts(card: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -114,6 +116,9 @@ def _facts(card: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "channels of a patch", card["settings"].get("in_dim")
     strides = [f"{one['value']:g} {one['unit']}" for one in card.get("stride", ())]
     yield "distance of patches in training", ", ".join(strides) or "not stated"
+    for one in card.get("covariates") or ():
+        how = ", ".join(one["categories"]) if one.get("categories") else f"mean {one['mean']:.4g}, std {one['std']:.4g}"
+        yield f"covariate {one['name']}", how
     for name in ("order", "window", "lattice", "cap", "dtype", "temperature", "calibration_slides", "cohort", "seed"):
         if card.get(name) is not None:
             yield name.replace("_", " "), card[name]
@@ -157,7 +162,7 @@ from gated_srp.training import open_slide
 
 folder = "."                                             # this folder; of the hub: huggingface_hub.snapshot_download("lab/model")
 model = SlideModel.from_pretrained(folder)
-bag = open_slide(folder, "slide.h5")                     # refuses features of another encoder, width or stride
+bag = open_slide(folder, "slide.h5"{beside})                     # refuses features of another encoder, width or stride
 with torch.no_grad():
     logits = model(bag.features[None], bag.graph)
 temperature = model.card.get("temperature", 1.0)         # calibrated probabilities: (logits / temperature).softmax(-1)

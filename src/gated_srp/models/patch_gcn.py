@@ -71,8 +71,7 @@ class PatchGCN(Peer):
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         hidden, scores = self.attend(features, graph, keep)
-        logits: Tensor = self.head(self.drop(F.relu(self.last(pooled(scores, hidden))), keep, 2))
-        return logits
+        return self.logits(self.drop(F.relu(self.last(pooled(scores, hidden))), keep, 2), graph)
 
     def attend(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """p (B, N, 4 C) and the attention's logits (B, N)."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.models.attention import check_heads, merge_heads, split_heads
+from gated_srp.models.block import PPEG
 from gated_srp.models.nystrom import check_one_length, nystrom, nystrom_map, segment_means
-from gated_srp.models.slide import PPEG, Device, Loss, SlideModel, check_bags
+from gated_srp.models.slide import Device, Loss, SlideModel, check_bags
 from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
 from gated_srp.srp.projection import chunks
 
@@ -58,8 +59,30 @@ class LinearProbe(Peer):
         self.head = nn.Linear(in_dim, num_outputs)
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(self.rows(features, graph).mean(1))
-        return logits
+        return self.logits(self.rows(features, graph).mean(1), graph)
+
+
+class Constant(nn.Module):
+    """A head that has nothing to look at: b for every bag."""
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(num_outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias.expand(len(x), -1)
+
+
+class Clinical(Peer):
+    """logits = V c + b of the covariates c alone: what the table says without the slide, whose patches are not looked at."""
+
+    def __init__(self, in_dim: int, num_outputs: int) -> None:
+        super().__init__(in_dim)
+        self.head = Constant(num_outputs)
+
+    def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        check_bags(features, graph, self.in_dim)
+        return self.logits(features.new_zeros(len(features), 0), graph)
 
 
 class MeanPool(Peer):
@@ -71,8 +94,7 @@ class MeanPool(Peer):
         self.head = nn.Linear(dim, num_outputs)
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(F.relu(self.in_proj(self.rows(features, graph))).mean(1))
-        return logits
+        return self.logits(F.relu(self.in_proj(self.rows(features, graph))).mean(1), graph)
 
 
 class GatedPool(nn.Module):
@@ -113,8 +135,7 @@ class ABMIL(Peer):
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         h, scores = self.attend(features, graph, keep)
-        logits: Tensor = self.head(pooled(scores, h))
-        return logits
+        return self.logits(pooled(scores, h), graph)
 
     def attend(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """h (B, N, C) and the attention's logits (B, N)."""
@@ -169,7 +190,7 @@ class DSMIL(Peer):
         x = self.rows(features, graph)
         scores = self.instance_head(x)  # (B, N, K)
         bags = self._attention(x, scores) @ self.value(x)  # (B, K, C)
-        return scores.amax(1), self.head(bags.flatten(1))
+        return scores.amax(1), self.logits(bags.flatten(1), graph)
 
     def training_loss(
         self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
@@ -233,7 +254,7 @@ class CLAM(ABMIL):
         self, features: Tensor, graph: PatchGraph, target: Tensor, *, loss: Loss, keep: Tensor | None = None
     ) -> Tensor:
         h, scores = self.attend(features, graph, keep)
-        slide = loss(self.head(pooled(scores, h)), target)
+        slide = loss(self.logits(pooled(scores, h), graph), target)
         bags = zip(h, scores, target.view(-1), strict=True)
         instance = torch.stack([self.instance_loss(*bag) for bag in bags]).mean()
         return (1 - self.share) * slide + self.share * instance
@@ -316,8 +337,7 @@ class TransMIL(Peer):
         first, second = self.layers
         x = self.ppeg(x + self.drop(first(x, rows), keep, 0))
         x = x + self.drop(second(x, rows), keep, 1)
-        logits: Tensor = self.head(self.norm(x[:, 0]))
-        return logits
+        return self.logits(self.norm(x[:, 0]), graph)
 
 
 def counter_draws(count: int, seed: Tensor, place: int = 0) -> Tensor:

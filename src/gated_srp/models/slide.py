@@ -11,14 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention
-from gated_srp.models.block import Adapter, Block, LastBlock, OwnStart
-from gated_srp.models.fast import by_hand, one_pass
-from gated_srp.models.fast.gradients import depthwise
+from gated_srp.models.block import PPEG, Adapter, Block, LastBlock, OwnStart
+from gated_srp.models.fast import one_pass
 from gated_srp.models.fast.inference import Scratch, embedded
 from gated_srp.srp import Coefficient, Direction, GatedSRP, NeighbourMean, PatchGraph, SignedGate, signed, zeros
 from gated_srp.streams import stream
@@ -43,6 +41,28 @@ class SlideModel(nn.Module):
     drop_path: float
     checkpointing: bool
     packs: bool = False  # bags of any lengths may go through it together: `fast.packed.packed_logits`
+    head: nn.Module  # vectors of slides (B, C) -> logits (B, K)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.covariates: nn.Linear | None = (
+            None  # the head's weights of covariates, where `build_model` was asked for them
+        )
+
+    def logits(self, slide: Tensor, graph: PatchGraph) -> Tensor:
+        """The head's answer to vectors of slides (B, C): W z + b, or W z + V c + b, which is one layer over [z, c]."""
+        found: Tensor = self.head(slide)
+        if self.covariates is None:
+            return found
+        wanted, given = (len(slide), self.covariates.in_features), graph.covariates
+        if given is None or tuple(given.shape) != wanted:
+            what = f"{'none' if given is None else tuple(given.shape)}, but the model's head needs {wanted}"
+            cure = (
+                "Open slides with `open_slide(run, file, covariates={...})`, or add them with `graph.with_covariates`."
+            )
+            raise UserError(what, where="covariates", cure=cure, kind="covariates")
+        beside: Tensor = self.covariates(given.to(self.covariates.weight.dtype))
+        return found + beside
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         raise NotImplementedError
@@ -97,45 +117,6 @@ class SlideModel(nn.Module):
         return open_pretrained(pretrained_model_name_or_path, **options)
 
 
-class PPEG(nn.Module):
-    """Position from the square layout of the rows (PPEG of TransMIL): patches + conv7 + conv5 + conv3 over the S x S square, depthwise; CLS passes by."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.conv7, self.conv5, self.conv3 = (nn.Conv2d(dim, dim, k, padding=k // 2, groups=dim) for k in (7, 5, 3))
-
-    def forward(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
-        """(B, L, C) -> the same shape; with ``overwrite`` in the memory of x, which takes no gradient."""
-        if overwrite:
-            x[:, 1:] = self._convolved(x[:, 1:])
-            return x
-        cls, patches = torch.split(x, [1, x.shape[1] - 1], dim=1)  # its backward is one cat; that of slices fills zeros
-        patches = self._convolved(patches)
-        return torch.cat([cls.to(patches.dtype), patches], dim=1)
-
-    def _convolved(self, patches: Tensor) -> Tensor:
-        """(B, S * S, C) -> the same shape."""
-        side = round(patches.shape[1] ** 0.5)
-        # Channels last, and said so by every stride: transposed rows cut into a square look otherwise to the library, which
-        # then reorders them, convolves them four times as slowly and hands back an answer that has to be reordered again.
-        square = patches.unflatten(1, (side, side)).movedim(-1, 1)  # (B, C, S, S)
-        weight, bias = self._folded()
-        if by_hand():
-            square = depthwise(square, weight, bias)
-        else:
-            square = F.conv2d(square, weight, bias, padding=3, groups=len(weight))
-        return square.movedim(1, -1).flatten(1, 2)
-
-    def _folded(self) -> tuple[Tensor, Tensor]:
-        """The three kernels and the skip as one 7 x 7 kernel: convolution is linear in its kernel."""
-        skip = F.pad(torch.ones_like(self.conv7.weight[:, :, :1, :1]), (3, 3, 3, 3))
-        weight = (
-            self.conv7.weight + F.pad(self.conv5.weight, (1, 1, 1, 1)) + F.pad(self.conv3.weight, (2, 2, 2, 2)) + skip
-        )
-        assert self.conv7.bias is not None and self.conv5.bias is not None and self.conv3.bias is not None
-        return weight, self.conv7.bias + self.conv5.bias + self.conv3.bias
-
-
 class SlideTransformer(SlideModel):
     """Linear to C channels, CLS in front, blocks, LayerNorm, CLS, linear.
 
@@ -181,8 +162,7 @@ class SlideTransformer(SlideModel):
                 x = block(x, rows, scale, scratch=scratch)
             if number == 0 and self.ppeg is not None and x.shape[1] > 1:  # after a last block CLS is alone
                 x = self.ppeg(x, overwrite=scratch is not None)
-        logits: Tensor = self.head(self.norm(x[:, 0]))
-        return logits
+        return self.logits(self.norm(x[:, 0]), graph)
 
     @staticmethod
     def block_kind(number: int, depth: int) -> type[Block]:
@@ -341,6 +321,7 @@ class Arm:
     without: str = ""
 
     images: ClassVar[bool] = False
+    needs_covariates: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
     refuses: ClassVar[Mapping[str, str]] = {}  # kind of task -> why
 

@@ -12,7 +12,7 @@ from gated_srp.models.arms import build_model
 from gated_srp.models.slide import SlideModel
 
 FORMAT = 1
-_SIZES = ("in_dim", "num_outputs", "dim", "depth", "num_heads", "num_patches", "hidden_dim")
+_SIZES = ("in_dim", "num_outputs", "dim", "depth", "num_heads", "num_patches", "hidden_dim", "covariates")
 CONFIG = "config.json"  # beside the model file, in a folder that `save_pretrained` wrote: its card again
 _EXPECTED = "Expected model.safetensors of a run, of gated-srp convert or of save_pretrained."
 

@@ -19,7 +19,7 @@ from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
 from gated_srp.progress import Progress, silent
 from gated_srp.reports.draw import is_quiet
-from gated_srp.reports.heatmap import draw_slide, patients_slides
+from gated_srp.reports.heatmap import draw_slide, known_beside
 from gated_srp.reports.maps import SlideView, view_slide
 from gated_srp.slides.extract import extract
 from gated_srp.slides.reader import slide_name
@@ -107,7 +107,7 @@ def explain(
         size: pixels of a patch; the encoder's own if not set.
         magnification: of the patches.
         mpp: microns per pixel, where the slide does not say.
-        table: whose slides these are, as in `heatmap`; for a run whose bags are patients, of which feature files are explained.
+        table: as in `heatmap`, for a run with covariates, or whose bags are patients (of which feature files are explained).
         annotations: what was drawn on the slide, a file or the folder that has it: its outlines are shown.
         force: as in `predict`: go on with another stride, or an encoder's name that we do not know, than in training.
         progress: called with the stage ``patches`` while features are extracted.
@@ -127,7 +127,7 @@ def explain(
         raise UserError("the model sees all slides of a patient at once", where=slide, cure=cure)
     options: dict[str, Any] = {"encoder": encoder, "weights": weights, "size": size, "magnification": magnification}
     file, notes = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
-    found = explain_file(run, file, out, image=slide, annotations=annotations, force=force)
+    found = explain_file(run, file, out, image=slide, table=table, annotations=annotations, force=force)
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -166,10 +166,9 @@ def explain_file(
     """As `explain`, of a feature file; ``image``: the slide image, if it is not the one that the file names."""
     from jinja2 import Environment, PackageLoader
 
-    others = patients_slides(TrainedRun.open(run), file, [file], table)
-    beside = None if others is None else others.get(file)
-    view = view_slide(run, file, beside=beside, force=force)
-    prediction = predict_in_words(run, file, beside=beside or (), table=table, force=force)
+    known = known_beside(TrainedRun.open(run), file, [file], table).get(file, {})
+    view = view_slide(run, file, known=known, force=force)
+    prediction = predict_in_words(run, file, beside=known.get("beside", ()), table=table, force=force)
     name = slide_stem(file)
     outlines = None if annotations is None else find_annotations(annotations, [name])[name]
     sections, written = _sections(view, file, out, image, outlines)

@@ -23,7 +23,7 @@ from gated_srp.reports.export import WRITERS
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, read_scores, view_slide
 from gated_srp.reports.pictures import GridRow, Overlay, contact_sheet, draw_grid, draw_maps, extremes, numbered
 from gated_srp.slides.reader import ENDINGS
-from gated_srp.training.predict import files_for, slides_beside
+from gated_srp.training.known import files_for, known_of
 from gated_srp.training.trained import TrainedRun
 
 
@@ -101,7 +101,8 @@ def heatmap(
         annotations: a folder with files of what was drawn on the slides, or the one slide's file: their outlines are drawn too.
         export: also write geojson (QuPath), csv, parquet or h5.
         coords: the folder of the positions, where it is not beside the features.
-        table: as in `predict`; a run whose bags are patients finds a slide's others by it, in the folder of the feature file.
+        table: as in `predict`; a run whose bags are patients finds a slide's others by it, in the folder of the feature file; a run
+            with covariates needs it.
         stride: distance between patches, where the file's is wrong.
         force: as in `predict`: draw files with another stride, or an encoder's name that we do not know, than in training.
         out: folder of the pictures.
@@ -133,7 +134,7 @@ def heatmap(
         raise UserError(
             f"one image for the {len(files)} slides of {features}", where=where, cure="Name one feature file."
         )
-    others = [patients_slides(TrainedRun.open(run), Path(features), files, table) for run in paths]
+    others = [known_beside(TrainedRun.open(run), Path(features), files, table) for run in paths]
     known = {} if annotations is None else find_annotations(annotations, [slide_stem(file) for file in files])
     drawn: list[SlideHeatmap] = []
     left_out: list[Note] = []
@@ -142,8 +143,7 @@ def heatmap(
         try:
             how: dict[str, Any] = {"reading": reading, "layer": layer, "gates": gates, "force": force}
             views = [
-                view_slide(run, file, beside=None if own is None else own.get(file), **how)
-                for run, own in zip(paths, others, strict=True)
+                view_slide(run, file, known=own.get(file, {}), **how) for run, own in zip(paths, others, strict=True)
             ]
             drawn.append(draw_slide(views, file, Path(out), annotations=known.get(slide_stem(file)), **shown))
             warnings |= {note: None for view in views for note in view.warnings}
@@ -164,14 +164,12 @@ def heatmap(
     return Heatmaps(tuple(drawn), tuple(left_out), tuple(warnings), together)
 
 
-def patients_slides(
+def known_beside(
     run: TrainedRun, features: Path, files: Sequence[Path], table: str | Path | None
-) -> dict[Path, list[Path]] | None:
-    """For a model whose bags are patients the other slides of each file's patient, of one file those in its folder; else None."""
-    if not run.patients:
-        return None
-    pool = files if features.is_dir() else files_for(run, features.parent)
-    return slides_beside(run, list(dict.fromkeys([*files, *pool])), table)
+) -> dict[Path, dict[str, Any]]:
+    """`known_of`; for a model whose bags are patients the other slides of one file's patient are those in its folder."""
+    pool = files_for(run, features.parent) if run.patients and not features.is_dir() else []
+    return known_of(run, list(dict.fromkeys([*files, *pool])), table)
 
 
 def feature_files(where: Path, runs: Sequence[Path]) -> list[Path]:

@@ -34,7 +34,7 @@ from gated_srp.reports.localized import ELSEWHERE, Localization, collect
 from gated_srp.reports.maps import Patches, SlideView, view_slide
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.training.folder import RunFolder
-from gated_srp.training.predict import files_for, slides_beside, with_ids
+from gated_srp.training.known import files_for, known_of, with_ids
 from gated_srp.training.seen import overlap_in_words
 from gated_srp.training.trained import TrainedRun, open_runs
 
@@ -90,7 +90,7 @@ def localize(
     reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
     files = files_for(members[0], slides)
     known = _with_cases(members, with_ids(files, table))
-    beside = slides_beside(members[0], files, table)
+    beside = known_of(members[0], files, table)
     drawn, wanted, notes = _annotations(known, Path(annotations), classes, reading, normal=normal)
     known = known[known["slide"].isin(drawn)].reset_index(drop=True)
     parts = [_parts(run, known) for run in members]
@@ -105,7 +105,7 @@ def localize(
             ]
             if wants:
                 truth = Truth.of(Path(file), drawn[slide], wanted, cover, reading)
-                truth = replace(truth, beside=None if beside is None else beside.get(Path(file), []))
+                truth = replace(truth, known=beside.get(Path(file), {}))
                 for job in wants:
                     job.see(truth, slide, case, test=test, reading=reading, force=force)
             progress(Event("slides", row + 1 + test * len(known), 2 * len(known)))
@@ -223,7 +223,7 @@ class Truth:
     positive: np.ndarray  # (N,) of all patches of the file
     of_class: Mapping[str, np.ndarray]  # (N,) whether a patch is of a class; elsewhere: of none
     shape: Any
-    beside: Sequence[Path] | None = None  # the patient's other slides, for a model whose bags are patients
+    known: Mapping[str, Any] = field(default_factory=dict)  # `known_of`: the patient's other slides, covariates
 
     @classmethod
     def of(cls, file: Path, drawn: Annotations, wanted: Sequence[str], cover: float, reading: Preparation) -> Truth:
@@ -259,7 +259,7 @@ class ScoredRun:
         """One slide: of validation for the thresholds, of the test for the scores."""
         self.model = self.model or self.run.load()
         how: dict[str, Any] = {"reading": reading, "model": self.model, "force": force}
-        view = view_slide(self.run, truth.file, every=True, beside=truth.beside, **how)
+        view = view_slide(self.run, truth.file, every=True, known=truth.known, **how)
         rows = view.patches.rows
         positive = truth.positive[rows]
         values = shown_values(view)

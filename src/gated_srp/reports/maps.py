@@ -3,11 +3,13 @@
 Shapes: N patches of the file, L patches that the model sees (a cap leaves some out), H heads.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +95,7 @@ def view_slide(
     run: Path | TrainedRun,
     file: Path,
     *,
-    beside: Sequence[Path] | None = None,
+    known: Mapping[str, Any] = MappingProxyType({}),
     reading: Preparation = Preparation(),  # noqa: B008 - frozen
     layer: int | None = None,
     gates: str | None = None,
@@ -105,13 +107,13 @@ def view_slide(
 
     A file that does not fit the model is refused as `gated_srp.predict` does, and ``force`` means the same. ``reading``: how to
     read the file, where that is not plain.
-    ``beside``: the patient's other slides, for a model whose bags are patients; what is shown is then this slide's share of that bag.
+    ``known``: arguments of `open_slide` from `known_of`: the patient's other slides, of whose bag this slide's share is shown; covariates.
     ``layer``: whose attention is kept, from 1; None: the last one's. Attention of all layers would need more memory than the model.
     ``every``: attention of all of them all the same. ``model``: the run's, where it is loaded already.
     ``gates``: one of `GATES`, to which every gate is set instead of what it learned.
     """
     trained = run_of_slides(run)
-    bag = open_slide(trained, file, beside=beside, reading=reading, force=force)
+    bag = open_slide(trained, file, reading=reading, force=force, **known)
     model = trained.load() if model is None else model
     return view_bag(trained, bag, file, model=model, reading=reading, layer=layer, gates=gates, every=every)
 
@@ -140,7 +142,7 @@ def view_bag(
     run = trained.path
     settings = trained.preparation(reading)
     header = open_header(file, settings)
-    own, which = _rows_of(bag, file)
+    own, which = rows_of(bag, file)
     if bag.parts and settings.cap:
         settings = replace(settings, cap=own.stop - own.start)  # its share
     rows = kept_rows(header.coords, settings)
@@ -182,7 +184,7 @@ def _answer(run: TrainedRun, logits: Tensor) -> str:
     return f"{name.replace('_', ' ')} {value if isinstance(value, str) else format(value, '.3g')}"
 
 
-def _rows_of(bag: SlideBag, file: Path) -> tuple[slice, str]:
+def rows_of(bag: SlideBag, file: Path) -> tuple[slice, str]:
     """The rows of one slide in a patient's bag, and which of its slides that is, in words; all rows of a slide's own bag."""
     start = 0
     for number, (_, path, rows) in enumerate(bag.parts, 1):

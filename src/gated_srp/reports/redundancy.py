@@ -331,6 +331,8 @@ def attention_tokens(model: SlideTransformer, features: Tensor, graph: PatchGrap
     twice, for the heads before the correction (y) and after it (z); the run itself uses the corrected one.
     """
     _refuse_layer(model, layer)
+    if model.covariates is not None:  # of which only the head, after all layers, knows
+        graph = graph.with_covariates(torch.zeros(1, model.covariates.in_features))
     block: Any = model.blocks[layer - 1]
     seen: dict[str, Tensor] = {}
 

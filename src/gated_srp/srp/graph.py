@@ -34,6 +34,7 @@ class PatchGraph:
     lengths: tuple[int, ...] = (0,)  # patches of each bag
     before: int = 0  # rows without neighbours in front of each bag's patches
     places: Tensor | None = None  # (E,) uint8, where in a window of up to 15 each neighbour lies: `window_places`
+    covariates: Tensor | None = None  # (B, F), what else is known of each bag: carried along for a model's head
 
     @classmethod
     def from_coords(
@@ -78,9 +79,11 @@ class PatchGraph:
         """Several graphs of patches as one: each bag is filled up with rows without neighbours to the longest."""
         cls._check_alike(graphs)
         rows = max(g.num_rows for g in graphs)
-        return cls._in_line(
+        flat = cls._in_line(
             [g.with_isolated(after=rows - g.num_rows) for g in graphs], tuple(g.lengths[0] for g in graphs)
         )
+        known = [g.covariates for g in graphs if g.covariates is not None]
+        return replace(flat, covariates=torch.cat(known)) if len(known) == len(graphs) else flat
 
     @classmethod
     def side_by_side(cls, graphs: Sequence["PatchGraph"]) -> Self:
@@ -207,8 +210,13 @@ class PatchGraph:
         norms = torch.linalg.vector_norm(rows, dim=-1)
         return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
 
+    def with_covariates(self, values: Tensor) -> Self:
+        """The same lists with the covariates of each bag, (B, F), as a model was trained on them (`Covariates.encode`)."""
+        return replace(self, covariates=values)
+
     def to(self, device: torch.device | str) -> Self:
-        found = {name: getattr(self, name) for name in ("neighbours", "offsets", "homogeneity", "places")}
+        tensors = ("neighbours", "offsets", "homogeneity", "places", "covariates")
+        found = {name: getattr(self, name) for name in tensors}
         moved = {name: one.to(device, non_blocking=True) for name, one in found.items() if one is not None}
         return replace(self, **moved)
 

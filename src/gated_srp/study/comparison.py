@@ -131,7 +131,8 @@ def compare(
         config, seeds, note = quick_version(config, seeds)
         running.say(note)
     if arms == ("all",):
-        arms = fitting_arms(open_cohort(config).table.task, images=config.images is not None)
+        having = {"images": config.images is not None, "covariates": config.covariates is not None}
+        arms = fitting_arms(open_cohort(config).table.task, **having)
     reference = reference or ("na" if "na" in arms else arms[0])
     if reference not in arms:
         what = f"{reference!r} is not among the arms: {', '.join(arms)}"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gated_srp.config.cohort import CohortData, preparation
+from gated_srp.config.reach import trunk_of
 from gated_srp.data.bag import BagError
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import PARTS
@@ -142,7 +143,7 @@ def cost(cells: Iterable[Cell], data: Mapping[str, CohortData], machine: Machine
     seen = {cohort: _look_at(data[cohort], cell) for cohort, cell in {cell.cohort: cell for cell in left[::-1]}.items()}
     for cell in left:
         model, (width, typical, largest, counts) = cell.config.model, seen[cell.cohort]
-        trunk = cell.config.trunk(cell.arm, width)
+        trunk = trunk_of(cell.config, cell.arm, width)
         parts = {part: [typical] * count for part, count in counts.items()}
         how = {"epochs": cell.config.train.epochs, "at_once": cell.config.at_once}
         seconds += run_seconds(trunk, parts, rate=machine.rate, **how)

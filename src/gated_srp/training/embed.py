@@ -19,7 +19,8 @@ from gated_srp.errors import Note, UserError
 from gated_srp.files import whole_hdf5
 from gated_srp.models import SlideTransformer
 from gated_srp.progress import Progress, silent
-from gated_srp.training.predict import RunModel, files_for, run_models, seen_by, with_ids
+from gated_srp.training.known import files_for, with_ids
+from gated_srp.training.predict import RunModel, run_models, seen_by
 from gated_srp.training.trained import TrainedRun
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def embed(
         features_key: name of the feature array, where it is unusual.
         coords_key: name of the array of positions, where it is unusual.
         coords: the folder of the positions, where it is not beside the features.
-        table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own.
+        table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own. Covariates as in `predict`;
+            they do not enter the vectors, which are of slides alone.
         stride: distance between patches, where what the file says is wrong.
         force: as in `predict`.
         workers: processes that read ahead.
@@ -88,7 +90,7 @@ def embed(
     """
     trained = TrainedRun.open(run)
     files = files_for(trained, features) if isinstance(features, str | Path) else list(features)
-    slides = with_ids(files, table)
+    slides = with_ids(files, table, trained.covariates)
     target = None if out is None else _target(Path(out), files)
     if patches and target is None:
         raise UserError("tokens of patches are written, not kept in memory", where="patches", cure="Name `out`.")
@@ -136,6 +138,8 @@ class _Embedder(RunModel):
             rows, graph = self.caught["tokens"]
             self.sink(bag, rows[0, graph.before :][: len(bag.features)].float().cpu().numpy())
         vector: Tensor = self.caught["slide"][0].float().cpu()
+        if not len(vector):
+            raise UserError("the model looks at no patch, so it has no vector of a slide", cure="Take another arm.")
         return vector.clone()
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 from gated_srp.config.cohort import CohortConfig, open_cohort
 from gated_srp.config.load import load_config
 from gated_srp.data.cache import BagCache
+from gated_srp.data.covariates import needed
 from gated_srp.data.files.siblings import may_be_same
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError, counted
@@ -236,6 +237,10 @@ def _fitting_config(run: TrainedRun, config: CohortConfig) -> CohortConfig:
             where=config.name,
             cure=f"Name those with `{'features' if run.images is None else 'images'}`, or another run.",
         )
+    if run.covariates is not None:  # by their names in the training table, whatever else the cohort may name
+        if config.table is None:
+            raise needed(run.covariates, config.name)
+        config = config.model_copy(update={"covariates": run.covariates})
     if run.encoder is None:
         return config
     if config.encoder is not None and not may_be_same(config.encoder, run.encoder):

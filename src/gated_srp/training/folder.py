@@ -308,6 +308,9 @@ def departures(settings: Mapping[str, Any], card: Mapping[str, Any] = MappingPro
     train, found = settings.get("train") or {}, []
     if settings.get("bag") == "patient":
         found.append("a bag is a patient: all slides side by side, sorted by name, without neighbours across slides")
+    if beside := settings.get("covariates"):
+        names = [*(beside.get("numeric") or ()), *(beside.get("categorical") or ())]
+        found.append(f"the head sees covariates beside the slide: {', '.join(map(str, names))}")
     if asked := train.get("class_weights"):
         how = " (balanced)" if isinstance(asked, str) else ""
         weights = card.get("class_weights") or (asked if isinstance(asked, Mapping) else {})

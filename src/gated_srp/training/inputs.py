@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -27,6 +27,9 @@ from gated_srp.progress import Event, Progress, silent
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Level
 from gated_srp.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from gated_srp.data.covariates import Covariates
 
 MOST_SLIDES = 256  # training slides whose features are summarised, evenly spaced over all of them
 _FAR = 3.0  # times the farthest training slide is "unlike training"
@@ -47,6 +50,7 @@ class TrainingData:
     notes: tuple[Note, ...] = ()
     sampling: Tensor | None = None  # how likely each training bag is drawn, (training bags,); None: each is seen once
     joined: pd.DataFrame | None = None  # the slides that bags of patients are made of
+    covariates: Covariates | None = None  # what the head sees beside the slides, fitted on the training part
 
     @property
     def members(self) -> pd.DataFrame:
@@ -56,7 +60,8 @@ class TrainingData:
     @property
     def hash(self) -> str:
         """Over who is in which part with which label: a run may only go on with what it began with."""
-        rows = self.members[["slide", "case", *self.task.truth, "part"]].to_csv(index=False)
+        beside = self.covariates.stored if self.covariates else []
+        rows = self.members[["slide", "case", *self.task.truth, "part", *beside]].to_csv(index=False)
         return hashlib.sha256(rows.encode()).hexdigest()
 
     def rows(self, part: str) -> list[int]:
@@ -110,7 +115,14 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     joined = None if slides is members else members
     notes = (*data.notes, *split.notes, *lacking)
     sampling = _sampling(task, training) if config.train.sampling else None
-    inputs = TrainingData(slides, split, task, bags, config.score, notes, sampling, joined)
+    covariates = None
+    if config.covariates is not None:
+        from gated_srp.data.covariates import BagCovariates, Covariates  # not above: rarely asked for
+
+        covariates = Covariates.fit(training, config.covariates, where=config.name)
+        bags.covariates = BagCovariates(covariates.encode(slides))
+        notes = (*notes, *covariates.notes(slides))
+    inputs = TrainingData(slides, split, task, bags, config.score, notes, sampling, joined, covariates)
     if config.score == "case" and inputs.mixed_truth(slides):
         truth = " or ".join(task.truth)
         raise UserError(

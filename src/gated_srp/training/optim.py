@@ -113,7 +113,7 @@ def file_hash(path: Path) -> str:
 def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) -> list[str]:
     """Copy a model file's weights (model.safetensors, or a published checkpoint) into a model; notes on what was not copied.
 
-    Gates that the file lacks start anew, and so does a head of another width unless ``all_of_trunk``.
+    Gates that the file lacks start anew, and so do a head of another width and weights of covariates unless ``all_of_trunk``.
     """
     from gated_srp.models import load_model, load_published
 
@@ -121,7 +121,7 @@ def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) ->
     own = model.state_dict()
     gates = {name for name, _ in gate_parameters(model)}
     fresh = [name for name in own if name not in source or source[name].shape != own[name].shape]
-    allowed = gates if all_of_trunk else gates | {name for name in own if name.startswith("head.")}
+    allowed = gates if all_of_trunk else gates | {name for name in own if name.startswith(("head.", "covariates."))}
     if wrong := [name for name in fresh if name not in allowed]:
         there = tuple(source[wrong[0]].shape) if wrong[0] in source else "missing"
         raise UserError(

@@ -9,28 +9,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 
-from gated_srp.config.cohort import read_labels
-from gated_srp.config.load import load_config
-from gated_srp.data.columns import Header, id_columns
-from gated_srp.data.files.images import find_images
-from gated_srp.data.files.siblings import find_bags, nothing_found
 from gated_srp.data.loader import BagLoader, SlideBag
-from gated_srp.data.matching import match_slides, slide_stem, tcga_patient
 from gated_srp.data.prepared import Preparation
-from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted, joined
-from gated_srp.files import as_stored, write_whole
+from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.records import csv_text
 from gated_srp.tasks import Task
 from gated_srp.tasks.metrics import FEWEST
 from gated_srp.training.inputs import slide_mean
+from gated_srp.training.known import files_for, with_ids
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
 from gated_srp.training.seen import compare_with_training
@@ -119,6 +113,7 @@ def predict(
         coords_key: name of the array of positions, where it is unusual.
         coords: the folder of the positions, where it is not beside the features.
         table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own, and the model's patients are found.
+            A run with covariates needs it, with their columns.
         stride: distance between patches, where what the file says is wrong.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
         workers: processes that read ahead.
@@ -136,7 +131,7 @@ def predict(
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     members = open_runs(several)
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
-    slides = with_ids(files, table)
+    slides = with_ids(files, table, members[0].covariates)
     where = Path(coords) if coords else None
     reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
     found = run_models(members, slides, reading=reading, force=force, workers=workers, progress=progress)
@@ -171,65 +166,6 @@ def seen_by(
     return [by_case[case] for case in predicted["case"]], notes
 
 
-def slides_beside(
-    run: TrainedRun, files: Sequence[Path], table: str | Path | None = None
-) -> dict[Path, list[Path]] | None:
-    """Of each file the other files of its patient, for a model whose bags are patients; None for other models.
-
-    ``table`` says whose slides they are, as in `predict`; without it TCGA barcodes do.
-    """
-    if not run.patients:
-        return None
-    slides = with_ids(files, table)
-    own: dict[str, list[Path]] = defaultdict(list)
-    for case, file in zip(slides["case"], files, strict=True):
-        own[case].append(file)
-    return {f: [o for o in own[c] if o != f] for c, f in zip(slides["case"], files, strict=True) if c}
-
-
-def with_ids(files: Sequence[str | Path], table: str | Path | None) -> pd.DataFrame:
-    """slide, case and file: ids of the table where one is named, else names of files and patients of TCGA barcodes."""
-    ids = {str(file): (name, tcga_patient(name) or "") for file, name in zip(files, slide_names(files), strict=True)}
-    if table is not None:
-        if Path(table).suffix in (".yaml", ".yml"):
-            frame = read_labels(load_config(table), map(Path, files)).frame
-        else:
-            cells, _ = read_frame(table)
-            columns = [name for key in ("slide", "case") for name in id_columns(cells, key)[:1]]
-            if len(columns) < 2:
-                raise Header(cells, Path(table)).error("no column of slides, or none of patients", "Name them so.")
-            frame = cells[columns].dropna().set_axis(["slide", "case"], axis=1)
-        cases = dict(zip(frame["slide"], frame["case"], strict=True))
-        ids |= {str(file): (slide, cases[slide]) for slide, file in match_slides(list(cases), files).found.items()}
-    return pd.DataFrame([(*ids[str(file)], str(file)) for file in files], columns=["slide", "case", "file"])
-
-
-def files_for(run: TrainedRun, place: str | Path) -> list[Path]:
-    """The files of a folder that a model reads, images or features; or the one file. Of several encoders, the model's."""
-    place = as_stored(place)
-    if place.is_file():
-        return [place]
-    if run.images is not None:
-        return find_images(place)
-    found = find_bags(place, encoder=run.encoder) or find_bags(place)  # only others: each is refused with its reason
-    if not found:
-        raise nothing_found(place)
-    return found
-
-
-def slide_names(files: Sequence[str | Path]) -> list[str]:
-    """Names without endings; with the last folders where they would be the same.
-
-    >>> slide_names(["a/s1.h5", "a/s2.h5"]), slide_names(["a/s1.h5", "b/s1.h5"])
-    (['s1', 's2'], ['a/s1', 'b/s1'])
-    """
-    names = [slide_stem(file) for file in files]
-    folders = [list(Path(file).parts[:-1]) for file in files]
-    while len(set(names)) < len(names) and any(folders):
-        names = [f"{folder.pop()}/{name}" if folder else name for name, folder in zip(names, folders, strict=True)]
-    return names
-
-
 # Models on slides ----------------------------------------------------------------------------------------------------
 
 
@@ -258,9 +194,9 @@ def run_models(
 
     ``model``: what is called for each run, if not its model: it may give something else than logits.
     """
-    groups: dict[Preparation, list[int]] = defaultdict(list)  # runs that see the same bags
+    groups: dict[Any, list[int]] = defaultdict(list)  # runs that see the same bags, and covariates in the same units
     for number, run in enumerate(runs):
-        groups[run.preparation(reading)].append(number)
+        groups[run.preparation(reading), run.covariates].append(number)
     datasets = [
         fitting_bags(runs[numbers[0]], slides, reading, cache=cache, force=force) for numbers in groups.values()
     ]

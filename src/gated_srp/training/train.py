@@ -116,6 +116,9 @@ def _check(job: Job) -> None:
         build_model(job.arm, in_dim=1, num_outputs=1)  # says which there are
     if job.devices < 1:
         raise UserError(f"{job.devices}, expected 1 or more.", where="devices")
+    if job.arm in ARMS and ARMS[job.arm].needs_covariates and job.config.covariates is None:
+        cure = "Name columns of the table with `covariates: {numeric: [...], categorical: [...]}`, or another arm."
+        raise UserError("it sees covariates alone, and the cohort names none", where=f"arm {job.arm!r}", cure=cure)
     if not 0 <= job.fold < (job.config.folds.number if job.config.folds else 1):
         open_cohort(job.config).split(job.seed, job.fold)  # says how many there are
 
@@ -229,6 +232,7 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
         in_dim=_width(inputs),
         num_outputs=inputs.task.num_outputs,
         seed=job.seed,
+        covariates=inputs.covariates.width if inputs.covariates else 0,
         **job.config.sizes(job.arm),
     )
     if reason := model.refuses.get(inputs.task.name):
@@ -314,5 +318,6 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         **({"pack": job.config.train.pack} if job.config.train.pack else {}),
         **({"bag": "patient", "bag_order": "slide name"} if inputs.joined is not None else {}),
         **({"sampling": job.config.train.sampling} if job.config.train.sampling else {}),
+        **({"covariates": inputs.covariates.card()} if inputs.covariates else {}),
         "versions": versions(),
     }

@@ -9,7 +9,8 @@ Shapes: M runs, B slides, K outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gated_srp.data.cache import BagCache
+    from gated_srp.data.covariates import Covariates
 
 _SAME = (
     0.1  # relative difference of two strides that count as one: scanners of one magnification differ by some per cent
@@ -94,6 +96,20 @@ class TrainedRun:
         """Whether its bags are patients: all slides of one at once."""
         return bool(self.card.get("bag") == "patient")
 
+    @cached_property
+    def covariates(self) -> Covariates | None:
+        """What its head sees beside slides, with the statistics of its training; None: nothing."""
+        wanted, card = self.card["settings"].get("covariates", 0), self.card.get("covariates")
+        if not wanted and card is None:
+            return None
+        from gated_srp.data.covariates import Covariates  # not above: rarely so
+
+        with suppress(KeyError, TypeError):
+            if (found := Covariates.from_card(card or ())).width == wanted:
+                return found
+        cure = "Train the run again, or correct its card."
+        raise UserError("its card does not describe its covariates", where=str(self.path), cure=cure, kind="card")
+
     @property
     def temperature(self) -> float:
         """By which logits are divided; 1 where the task does not calibrate, or validation could not determine one."""
@@ -119,7 +135,8 @@ class TrainedRun:
         what = self.encoder or "an unnamed encoder"
         if self.images is not None:
             what = f"images of {self.images.size} x {self.images.size} pixels"
-        return f"{self.card['task']} ({shown}) from {what}, {self.width} channels{apart}"
+        beside = f", with {', '.join(self.covariates.names)}" if self.covariates else ""
+        return f"{self.card['task']} ({shown}) from {what}, {self.width} channels{apart}{beside}"
 
     def preparation(self, reading: Preparation = _AS_STORED) -> Preparation:
         """Bags as they were made for its training, from files that are read as ``reading`` says."""
@@ -146,6 +163,7 @@ def open_runs(runs: Sequence[str | Path | TrainedRun]) -> list[TrainedRun]:
             ("encoder", member.encoder, first.encoder),
             ("width of features", member.width, first.width),
             ("bags of", "patients" if member.patients else "slides", "patients" if first.patients else "slides"),
+            ("covariates", *(one.covariates.names if one.covariates else None for one in (member, first))),
         ):
             if mine != others:
                 raise UserError(
@@ -181,6 +199,7 @@ def open_slide(
     file: str | Path,
     *,
     beside: Sequence[str | Path] | None = None,
+    covariates: Mapping[str, Any] | None = None,
     reading: Preparation = _AS_STORED,
     force: bool = False,
 ) -> SlideBag:
@@ -190,6 +209,7 @@ def open_slide(
         run: a run's folder, its model file, or an open `TrainedRun`.
         file: the feature file.
         beside: files of the patient's other slides, for a run whose bags are patients; empty where there are none.
+        covariates: values by the names of the training table, for a run that has covariates, e.g. ``{"age": 61, "sex": "f"}``.
         reading: how to read it where that is not plain: ``Preparation(stride=..., features_key=..., coords_key=...)``.
         force: another stride, or an encoder's name that we do not know, is a warning of the bag rather than an error.
 
@@ -206,6 +226,8 @@ def open_slide(
         )
     files = [str(one) for one in (file, *(beside or ()))] if trained.patients else [str(file)]
     slides = pd.DataFrame({"slide": list(map(slide_stem, files)), "case": name, "file": files})
+    if trained.covariates is not None:
+        slides = slides.assign(**trained.covariates.row(covariates, file))
     bag = fitting_bags(trained, slides, reading, cache=None, force=force)[0]
     if not (word := trained.seen.of(name) if trained.seen else ""):
         return bag
@@ -215,15 +237,25 @@ def open_slide(
 def fitting_bags(
     run: TrainedRun, slides: pd.DataFrame, reading: Preparation, *, cache: BagCache | None, force: bool
 ) -> SlideDataset:
-    """The bags that the run's model needs of these slides (columns slide, case, file): one per slide, or per patient."""
-    dataset = FittingDataset.fitting(run, slides, reading, cache=cache, force=force)
-    if not run.patients:
-        return dataset
-    from gated_srp.data.patients import PatientDataset, without_patients  # not above: rarely so
+    """The bags that the run's model needs of these slides (columns slide, case, file, covariates): one per slide, or per patient."""
+    dataset: SlideDataset = FittingDataset.fitting(run, slides, reading, cache=cache, force=force)
+    if run.patients:
+        from gated_srp.data.patients import (
+            PatientDataset,
+            as_patients,
+            refuse_torn,
+            without_patients,
+        )  # not above: rarely so
 
-    if note := without_patients(slides):
-        raise UserError(note.what, cure="Name a table of slides and patients with --table.", kind=note.kind)
-    return PatientDataset(dataset)
+        if note := without_patients(slides):
+            raise UserError(note.what, cure="Name a table of slides and patients with --table.", kind=note.kind)
+        refuse_torn(slides, run.covariates.stored if run.covariates else (), where=str(run.path))
+        dataset, slides = PatientDataset(dataset), as_patients(slides)
+    if run.covariates is not None:
+        from gated_srp.data.covariates import BagCovariates
+
+        dataset.covariates = BagCovariates.of(run.covariates, slides)
+    return dataset
 
 
 class FittingDataset(SlideDataset):

@@ -5,11 +5,10 @@ import torch
 from gated_srp_bench import textbook
 from torch.nn import functional as F
 
-from gated_srp.models import slide
-from gated_srp.models.block import FeedForward
+from gated_srp.models import block
+from gated_srp.models.block import PPEG, FeedForward
 from gated_srp.models.fast import plain_forwards
 from gated_srp.models.fast.gradients import projections, refined
-from gated_srp.models.slide import PPEG
 
 
 @pytest.mark.parametrize("rows", [1, 5000])
@@ -47,7 +46,7 @@ def test_one_folded_kernel_equals_three_convolutions_and_the_skip(side):
 
 def test_ppeg_convolves_in_channels_last_layout_without_reordering_rows(monkeypatch):
     seen = []
-    monkeypatch.setattr(slide, "depthwise", lambda square, weight, bias: seen.append(square) or square)
+    monkeypatch.setattr(block, "depthwise", lambda square, weight, bias: seen.append(square) or square)
     x = torch.randn(1, 1 + 16, 3)
     assert torch.equal(PPEG(3)(x), x)
     assert seen[0].stride() == (

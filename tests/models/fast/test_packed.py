@@ -72,6 +72,13 @@ def test_packed_bags_give_what_each_gives_alone_in_value_and_gradient(arm):
             torch.testing.assert_close(found[name], gradient, atol=1e-4 * scale + 1e-6, rtol=1e-3, msg=name)
 
 
+def test_packed_bags_keep_their_own_covariates():
+    model, bags = make_model("na", covariates=2), make_bags(30, 7, 20)
+    bags = [(f, g.with_covariates(torch.tensor([[i, -3.0 * i]]))) for i, (f, g) in enumerate(bags, 1)]
+    alone = torch.cat([model(f[None], g, model.draw_keep(1) * 0 + 1) for f, g in bags])
+    torch.testing.assert_close(packed_logits(model, bags), alone, atol=2e-5, rtol=1e-4)
+
+
 def test_models_that_change_what_enters_a_block_take_one_bag_at_a_time():
     one_by_one = ("vit4_tome", "cait", "split_norm", "abmil", "transmil", "vit_s16")
     assert not any(build_model(arm, **SIZES).packs for arm in one_by_one)

@@ -106,7 +106,10 @@ def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], 
             x = _block(block, x, pack, factor)
         if number == 0 and model.ppeg is not None and len(model.blocks) > 1:
             x = torch.cat([model.ppeg(part).flatten(0, 1) for part in pack.split(x)])
-    logits: Tensor = model.head(model.norm(x))
+    given = [bags[bag][1].covariates for bag in pack.order]
+    known = [one for one in given if one is not None]
+    graph = pack.graph.with_covariates(torch.cat(known)) if known else pack.graph
+    logits = model.logits(model.norm(x), graph)
     return logits[torch.tensor(pack.order, device=x.device).argsort()]
 
 

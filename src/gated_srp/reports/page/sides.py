@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ from gated_srp.reports.maps import (
 )
 from gated_srp.reports.page.contents import Contents, FinishedRun
 from gated_srp.tasks.metrics import roc_auc
+from gated_srp.training.known import known_of
+from gated_srp.training.trained import TrainedRun
 
 BYTES = 2_500_000  # of all maps on a page
 FIRST = 6  # slides that are shown, and printed, before the reader asks for more
@@ -109,12 +112,15 @@ class _Files(NamedTuple):
 
     of_slide: Mapping[str, Path]
     reading: Preparation
+    known: Mapping[Path, Mapping[str, Any]] = MappingProxyType({})  # `known_of` each
 
     @classmethod
     def of(cls, run: FinishedRun) -> _Files:
-        config = load_config(run.path / "config.yaml")
-        found = open_cohort(config).matches.found
-        return cls({name: Path(file) for name, file in found.items()}, Preparation(**config.reading))
+        place = run.path / "config.yaml"
+        config = load_config(place)
+        found = {name: Path(file) for name, file in open_cohort(config).matches.found.items()}
+        known = known_of(TrainedRun.open(run.path), list(found.values()), place)
+        return cls(found, Preparation(**config.reading), known)
 
 
 def side_by_side(
@@ -144,7 +150,9 @@ def side_by_side(
             if room <= 0 or (len(found) == most if most else count > patches):
                 left += 1
                 continue
-            views = [view_slide(run.path, file, reading=files[pair.cohort].reading) for run in pair.runs]
+            own = files[pair.cohort]
+            how: dict[str, Any] = {"reading": own.reading, "known": own.known.get(file, {})}
+            views = [view_slide(run.path, file, **how) for run in pair.runs]
             one, bars = _draw(pair, row, views, wsi, truth / f"{row['slide']}.csv")
         except UserError as error:
             notes[f"Maps that could not be drawn: {error}"] = None

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -26,10 +26,13 @@ from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.viewer.scene import Asked, Scene, open_scene
 from gated_srp.reports.viewer.tiles import SIDE, TileReader, grid, levels
 from gated_srp.slides.reader import ENDINGS, SlideImage, slide_name
+from gated_srp.training.known import files_for, known_of
+from gated_srp.training.trained import TrainedRun
 
 if TYPE_CHECKING:
     from gated_srp.reports.viewer.what_if import WhatIf
 
+Known = Mapping[Path, Mapping[str, Any]]  # arguments of `open_slide` for each file
 _LOG = logging.getLogger(__name__)
 STATIC = ("index.html", "viewer.js", "viewer.css", "openseadragon.min.js", "openseadragon.LICENSE.txt")
 _TILES = 2000  # of a slide in an exported folder, about 30 MB; beyond, the finest levels are left out
@@ -63,8 +66,11 @@ class Viewer:
     Models run when a slide is asked for, once.
     """
 
-    def __init__(self, slides: Sequence[ViewedSlide], runs: Sequence[Path], **reading: Any) -> None:
+    def __init__(
+        self, slides: Sequence[ViewedSlide], runs: Sequence[Path], known: Sequence[Known] = (), **reading: Any
+    ) -> None:
         self.slides, self.runs, self._reading = tuple(slides), tuple(runs), reading
+        self._known = known or [{}] * len(runs)
         self._scenes: dict[int, Scene] = {}
         self._readers: dict[int, TileReader] = {}
         self._asked: tuple[int, tuple[Asked, ...]] = (-1, ())  # of the slide that was opened last: bags are large
@@ -82,7 +88,9 @@ class Viewer:
         if self._asked[0] != number:
             self._asked = (-1, ())
             file = self.slides[number].file
-            self._asked = (number, tuple(Asked.open(run, file, **self._reading) for run in self.runs))
+            both = zip(self.runs, self._known, strict=True)
+            asked = (Asked.open(run, file, known=known.get(file, {}), **self._reading) for run, known in both)
+            self._asked = (number, tuple(asked))
         return self._asked[1]
 
     def reader(self, number: int) -> TileReader | None:
@@ -194,6 +202,7 @@ def view(
     export: str | Path | None = None,
     features: str | Path = "viewed",
     coords: str | Path | None = None,
+    table: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     progress: Progress = silent,
@@ -207,6 +216,7 @@ def view(
         export: write a folder that opens from the disk, and return it.
         features: folder for features of slide images.
         coords: folder of positions, where feature files have none and they do not lie beside them.
+        table: as in `heatmap`, for runs whose bags are patients, or with covariates.
         stride: distance between patches, where the file's is wrong.
         force: as in `predict`.
         progress: called after each slide of an export.
@@ -232,13 +242,21 @@ def view(
         else:
             found += [ViewedSlide(file, image_in(file, wsi)) for file in feature_files(place, paths)]
     reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
-    viewer = Viewer(found, paths, reading=reading, force=force)
+    known = [_known(TrainedRun.open(run), [one.file for one in found], table) for run in paths]
+    viewer = Viewer(found, paths, known, reading=reading, force=force)
     if export is None:
         return viewer
     try:
         return viewer.export(export, progress=progress)
     finally:
         viewer.close()
+
+
+def _known(run: TrainedRun, files: Sequence[Path], table: str | Path | None) -> Known:
+    """`known_of` each; the other slides of patients are looked for in the folders of these."""
+    folders = dict.fromkeys(file.parent for file in files) if run.patients else ()
+    pool = [other for folder in folders for other in files_for(run, folder)]
+    return known_of(run, list(dict.fromkeys([*files, *pool])), table)
 
 
 def image_in(file: Path, wsi: str | Path | None) -> Path | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,20 @@ class Asked:
     model: SlideModel
     bag: SlideBag
     reading: Preparation
+    file: Path
+
+    @property
+    def rows(self) -> slice:
+        """Those of the file in the bag, which may be a patient's."""
+        return maps.rows_of(self.bag, self.file)[0]
 
     @classmethod
-    def open(cls, run: Path, file: Path, *, reading: Preparation = _AS_STORED, force: bool = False) -> Asked:
+    def open(
+        cls, run: Path, file: Path, *, known: Mapping[str, Any], reading: Preparation = _AS_STORED, force: bool = False
+    ) -> Asked:
         trained = run_of_slides(run)
-        return cls(trained, trained.load(), open_slide(trained, file, reading=reading, force=force), reading)
+        bag = open_slide(trained, file, reading=reading, force=force, **known)
+        return cls(trained, trained.load(), bag, reading, file)
 
     def view(self, file: Path) -> SlideView:
         """What the run shows of each patch."""

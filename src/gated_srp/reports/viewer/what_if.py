@@ -45,7 +45,10 @@ def ask(
         raise UserError("this run has no gates", where=asked.run.path)
     if regime is not None and regime not in regimes(torch.zeros(1)):
         raise UserError(f"expected one of {', '.join(regimes(torch.zeros(1)))}", where=f"regime {regime}")
-    chosen = None if region is None else inside(region, centres)
+    chosen = None
+    if region is not None:  # of a patient's other slides nothing is changed
+        chosen = np.zeros(len(asked.bag.features), bool)
+        chosen[asked.rows] = inside(region, centres)
     options: dict[str, Any] = {"layers": None if layer is None else (layer - 1,), "regime": regime}
     before = asked.answers()
     with set_gates(asked.model, beta, patches=None if chosen is None else torch.from_numpy(chosen), **options):
