@@ -209,10 +209,9 @@ class CohortConfig(_Section):
             raise ValueError(what)
         if self.labels and self.table:
             raise ValueError("labels (a preset's public files) and table (your own) are both set; keep one")
-        if self.covariates is not None and not self.table:
-            raise ValueError("covariates are columns of your own table; name it with table")
-        if self.slides and not self.table:
-            raise ValueError("slides is joined to a patient table; name that with table")
+        if (self.slides or self.covariates) and not self.table:
+            what = "slides is joined to a patient table" if self.slides else "covariates are columns of a table"
+            raise ValueError(f"{what}; name that with table")
         if self.bag == "patient" and (self.images or self.score == "slide"):
             other = "images" if self.images else "score: slide"
             what = "bag: patient joins the slides of a patient"
@@ -380,9 +379,8 @@ def find_files(config: CohortConfig) -> FoundFiles:
 def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
     """The cohort's table of slides: the preset's public files, or the user's own."""
     if config.table is not None:
-        how: dict[str, Any] = {
-            key: getattr(config, key) for key in ("task", "classes", "sheet", "missing", "covariates")
-        }
+        keys = ("task", "classes", "sheet", "missing", "covariates")
+        how: dict[str, Any] = {key: getattr(config, key) for key in keys}
         return read_table(config.table, config.columns, **how, slide_table=config.slides, files=files)
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)
