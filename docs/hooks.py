@@ -17,8 +17,10 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found.group(2) == "[" else "inline"
-    return convert(html.unescape(found.group(3)).strip(), display=display)
+    source = html.unescape(found.group(3)).strip()
+    if found.group(2) == "(":
+        return convert(source, display="inline")
+    return f'<div class="equation">{convert(source, display="block")}</div>'
 
 
 class Examples(griffe.Extension):

@@ -1,6 +1,7 @@
 """The demo's cohort is what its words say, and its steps are commands that a user can repeat."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -136,6 +137,7 @@ def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeyp
     assert (
         "by plain attention (NA)" in said.output and "is not distinguishable from plain attention here" in said.output
     )
+    assert re.search(r"plain attention here \([+-]0\.\d{4}, 1 seed\)\.", said.output)
     assert "The gates, in the last epoch: mean beta by layer" in said.output
     assert "this puts the focus first: low homogeneity " in said.output
     page = (home / "report.html").read_text()

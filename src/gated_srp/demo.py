@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import whole_hdf5, write_json, write_whole
 
 NAME = "demo"
@@ -251,13 +251,16 @@ def outcome(home: Path) -> Iterator[str]:
     run = RunFolder(home / "runs" / NAME / METHOD / "seed42")
     row = next(one for one in found["cohorts"] if (one["arm"], one["metric"]) == (METHOD, "macro_auc"))
     yield "Planted: small foci in the slides of half of the patients; each differs from the patches around it."
+    low, high = row["corrected"]["interval"]
+    span = "" if low is None else f"95 % interval {low:+.4f} to {high:+.4f}, "
     same = "helps or hurts measurably" if row["claimed"] else "is not distinguishable from plain attention here"
     yield (
         f"Found: slides with foci are told from others with an AUC of {row['reference_mean']:.2f} by plain attention (NA) and of "
-        f"{row['mean']:.2f} by Gated SRP, which {same} ({row['verdict']})."
+        f"{row['mean']:.2f} by Gated SRP, which {same} "
+        f"({row['difference']:+.4f}, {span}{counted(row['n'], 'seed')})."
     )
     if len(run.gates):
-        yield f"The gates, in the last epoch: {gates_moved(run.gates)}."
+        yield f"The gates, in the last epoch: {gates_moved(run.gates)} (seed 42; maps show the epoch that validation kept)."
     slides = [row["slide"] for row in _with_foci(run.path)][:_SHOWN]
     truths = {slide: pd.read_csv(home / "truth" / f"{slide}.csv")["true_focus"].to_numpy(bool) for slide in slides}
     scores = {name: np.mean(values) for name, values in _map_scores(run.path, home, truths).items() if len(values)}
