@@ -78,6 +78,7 @@ def config_of(content: dict, name: str, data: Path, out: Path) -> CohortConfig:
     for key, value in content["cohorts"][name]["settings"].items():
         settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
     settings |= {"name": name, "features": str(data / "features"), "table": str(data / "slides.csv"), "out": str(out)}
+    settings["cache"] = str(out / "cache")  # prepared once; the numbers are the same
     path = out / "plans" / f"{name}.yaml"
     write_whole(path, yaml.safe_dump(settings, sort_keys=False))
     return load_config(path)
