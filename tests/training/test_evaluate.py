@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from gated_srp.cli.runs import evaluate
 from gated_srp.config import CohortConfig
+from gated_srp.data.prediction_tables import read_any_predictions, stamp_table
 from gated_srp.errors import UserError
 from gated_srp.models import load_card
 from gated_srp.training.evaluate import bootstrap
@@ -266,3 +267,34 @@ def test_the_command_prints_intervals_and_writes_everything(tmp_path):
     assert written["bootstrap"] == {"resampled": "patients", "repeats": 20, "seed": 0, "interval": 0.95}
     assert written["slides"] == 12 and written["patients"] == 6 and written["skipped"] == 0
     assert "--score" in str(command(model, tmp_path / "ext.yaml", "--score", "patch").exception)
+
+
+def test_patients_are_written_in_stamps_form_and_read_again_as_they_were(tmp_path):
+    """Its columns and its order: PATIENT, the truth, pred, TARGET_<class>, cross-entropy as loss, sorted by it."""
+    config = three_classes(tmp_path)
+    model = model_file(tmp_path / "m.safetensors")
+    app = typer.Typer()
+    app.command()(evaluate)
+    arguments = [str(model), str(tmp_path / "ext.yaml"), "-o", str(tmp_path / "out"), "--repeats", "2"]
+    assert CliRunner().invoke(app, [*arguments, "--format", "stamp"]).exit_code == 0
+    stored = pd.read_csv(tmp_path / "out" / "patient-preds.csv")
+    assert list(stored) == ["PATIENT", "label", "pred", "label_a", "label_b", "label_c", "loss"]
+    cases = evaluate_run(model, config, repeats=2).cases.set_index("case")
+    for row in stored.itertuples():
+        own = cases.loc[row.PATIENT]
+        assert (row.label, row.pred) == (own["label"], own["predicted"])
+        assert row.label_b == pytest.approx(own["prob_b"]) and row.loss == pytest.approx(
+            -np.log(own[f"prob_{row.label}"])
+        )
+    assert len(stored) == len(cases) and stored["loss"].is_monotonic_increasing
+    again, _ = read_any_predictions(tmp_path / "out" / "patient-preds.csv")
+    np.testing.assert_allclose(again.set_index("case").loc[cases.index, "prob_c"], cases["prob_c"])
+    (tmp_path / "out" / "patient-preds.csv").write_text("of an earlier model")
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert pd.read_csv(tmp_path / "out" / "patient-preds.csv").equals(stored)
+
+
+def test_numbers_have_their_absolute_difference_as_loss():
+    cases = pd.DataFrame({"case": ["p1", "p2"], "value": [1.0, 2.0], "predicted_value": [4.0, 1.5]})
+    found = stamp_table(cases, "score")
+    assert found.to_dict("list") == {"PATIENT": ["p2", "p1"], "score": [2, 1], "pred": [1.5, 4], "loss": [0.5, 3]}

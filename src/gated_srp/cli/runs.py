@@ -152,6 +152,9 @@ def evaluate(
     allow_overlap: Annotated[
         bool, Option("--allow-overlap", help="Score slides and patients of the model's training too; results say so.")
     ] = False,
+    layout: Annotated[
+        Literal["stamp"] | None, Option("--format", help="Also write patient-preds.csv with the columns of STAMP's.")
+    ] = None,
 ) -> None:
     """Score a run on another labelled cohort, with intervals over resampled patients."""
     from gated_srp.training.evaluate import evaluate as run_on
@@ -163,7 +166,7 @@ def evaluate(
     _say(found.notes, found.skipped)
     for line in _report(found):
         say(line)
-    say_written(found.write(output))
+    say_written(found.write(output, layout))
 
 
 def _report(found: "Evaluation") -> list[str]:

@@ -223,6 +223,8 @@ def _number_cells(frame: pd.DataFrame, name: str, path: Path) -> pd.Series:
 def stamp_table(cases: pd.DataFrame, target: str = "label") -> pd.DataFrame:
     """One row per patient with STAMP's columns: PATIENT, the truth where it is known, pred, TARGET_<class>, loss; or pred_score, time, event.
 
+    ``loss``: cross-entropy of the truth, or of numbers the absolute difference; rows are sorted by it.
+
     >>> ours = pd.DataFrame({"case": ["p1"], "label": ["a"], "predicted": ["a"], "prob_a": [0.5], "prob_b": [0.5]})
     >>> stamp_table(ours, "KRAS").columns.tolist()
     ['PATIENT', 'KRAS', 'pred', 'KRAS_a', 'KRAS_b', 'loss']
@@ -242,7 +244,9 @@ def stamp_table(cases: pd.DataFrame, target: str = "label") -> pd.DataFrame:
     if "label" in cases and probabilities:
         rows = cases.to_dict("records")
         found["loss"] = [-np.log(max(float(row.get(f"prob_{row['label']}", np.nan)), 1e-12)) for row in rows]
-    return found
+    elif "value" in cases:
+        found["loss"] = (cases["predicted_value"] - cases["value"]).abs()
+    return found.sort_values("loss", kind="stable", ignore_index=True) if "loss" in found else found
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:

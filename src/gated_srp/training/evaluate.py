@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -48,6 +48,7 @@ class Evaluation:
     repeats: int
     seed: int
     findings: Findings | None = None  # what the task says besides: risk groups of survival
+    target: str = "label"  # the column of the truth
 
     @property
     def patients(self) -> int:
@@ -89,8 +90,14 @@ class Evaluation:
             found |= self.findings.facts
         return dict(defined(found))
 
-    def write(self, folder: str | Path) -> list[Path]:
-        """All tables, and evaluation.json last; gives what was written."""
+    def stamp(self) -> pd.DataFrame:
+        """One row per patient with STAMP's columns."""
+        from gated_srp.data.prediction_tables import stamp_table
+
+        return stamp_table(self.cases, self.target)
+
+    def write(self, folder: str | Path, layout: Literal["stamp"] | None = None) -> list[Path]:
+        """All tables, and evaluation.json last; gives what was written. ``layout``: patients also as another tool's table."""
         folder = Path(folder)
         tables = {
             "metrics": self.metrics,
@@ -100,6 +107,8 @@ class Evaluation:
         }
         if self.findings is not None:
             tables |= self.findings.tables
+        if layout or (folder / "patient-preds.csv").exists():  # that of an earlier evaluation would mislead
+            tables["patient-preds"] = self.stamp()
         paths = []
         for name, table in tables.items():
             paths.append(folder / f"{name}.csv")
@@ -187,9 +196,9 @@ def evaluate(
     if findings is not None:
         cases = cases.assign(**findings.columns)
     said = (*data.notes, *notes, *found.notes, *_cautions(predicted))
-    return Evaluation(
-        trained, config.name, level, metrics, predicted, cases, found.skipped, said, repeats, seed, findings
-    )
+    tables = (metrics, predicted, cases, found.skipped)
+    target = config.target if isinstance(config.target, str) else "label"
+    return Evaluation(trained, config.name, level, *tables, said, repeats, seed, findings, target)
 
 
 def bootstrap(
