@@ -68,20 +68,6 @@ def test_without_pydicom_a_folder_of_dicom_is_refused_and_others_are_not(tmp_pat
         find_slides(tmp_path / "in")
 
 
-def test_an_image_in_ome_zarr_is_left_out_by_name_and_not_passed_over(tmp_path):
-    _slide(tmp_path / "in")
-    image = tmp_path / "in/b.ome.zarr"
-    image.mkdir()
-    (image / ".zattrs").write_text(json.dumps({"multiscales": [{"version": "0.4", "datasets": [{"path": "0"}]}]}))
-    (image / "c.tif").write_bytes(b"a chunk")
-    outcome = gated_srp.extract(tmp_path / "in", tmp_path / "out", encoder="images:mean_colour", workers=0)
-    (error,) = outcome.failed
-    assert (error.path, len(outcome.done)) == (
-        image,
-        1,
-    ) and "OME-Zarr, which neither openslide nor tiffslide read" in str(error)
-
-
 @pytest.mark.parametrize("text", ["b.tif\n\nsub/c.tif\n", "wsi,mpp\nb.tif,0.5\nsub/c.tif,0.25\n"])
 def test_a_list_names_the_slides_to_take(tmp_path, text):
     for name in ("a", "b", "sub/c"):

@@ -22,6 +22,7 @@ from gated_srp.reports.draw import is_quiet
 from gated_srp.reports.heatmap import draw_slide, known_beside
 from gated_srp.reports.maps import SlideView, view_slide
 from gated_srp.slides.extract import extract
+from gated_srp.slides.ome_zarr import is_ome_zarr
 from gated_srp.slides.reader import slide_name
 from gated_srp.training.predict import predict
 from gated_srp.training.trained import TrainedRun
@@ -120,7 +121,7 @@ def explain(
         PosixPath('explained/s1.html')
     """
     run, slide, out = Path(run), Path(slide), Path(out)
-    if slide.suffix.lower() in CONTAINERS:
+    if slide.suffix.lower() in CONTAINERS and not is_ome_zarr(slide):
         return explain_file(run, slide, out, table=table, annotations=annotations, force=force)
     if TrainedRun.open(run).patients:
         cure = "Make feature files of all of them with `gated-srp extract`, then explain one of these, with --table."

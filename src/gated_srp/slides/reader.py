@@ -1,4 +1,4 @@
-"""Slide images as level-0 rectangles of pixels: OpenSlide, with tiffslide where OpenSlide does not know the format.
+"""Slide images as level-0 rectangles of pixels: OpenSlide, with tiffslide where OpenSlide does not know the format; OME-Zarr.
 
 Only the pyramid is ever read. Label and macro photographs, which may show a patient's name, are not opened.
 This module and its neighbours `tissue` and `tiles` do without torch: reading processes start fast and stay small.
@@ -7,7 +7,6 @@ This module and its neighbours `tissue` and `tiles` do without torch: reading pr
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from PIL import Image
 from gated_srp.bounded import ForeignFailure, try_out
 from gated_srp.errors import UserError
 from gated_srp.files import as_stored
+from gated_srp.slides.ome_zarr import OmeZarr, is_ome_zarr
 
 ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm")
 _DICOM = ".dcm"
@@ -63,12 +63,8 @@ class SlideImage:
         self.path = as_stored(path)
         if not self.path.exists():
             raise SlideError(self.path, "no such file", cure="Check the path.", kind="missing")
-        if self.path.is_dir():
-            what = "a folder" + ", an image in OME-Zarr, which neither openslide nor tiffslide read" * is_ome_zarr(
-                self.path
-            )
-            cure = "Convert it to a pyramidal TIFF, e.g. with bfconvert." if is_ome_zarr(self.path) else "Name a slide."
-            raise SlideError(self.path, what, cure=cure, kind="ome_zarr")
+        if self.path.is_dir() and not is_ome_zarr(self.path):
+            raise SlideError(self.path, "a folder", cure="Name a slide.")
         try:
             try_out(_look_at, self.path, seconds=_SECONDS)
         except ForeignFailure as error:
@@ -213,17 +209,6 @@ def _read_series(folder: Path, changed: int) -> dict[Path, tuple[str, tuple[int,
     return found
 
 
-def is_ome_zarr(path: Path) -> bool:
-    """Whether a folder is an image in OME-Zarr, by what it says of its levels."""
-    if path.suffix != ".zarr" or not path.is_dir():
-        return False
-    for name in (".zattrs", "zarr.json"):
-        with suppress(OSError, UnicodeDecodeError):
-            if '"multiscales"' in (path / name).read_text(encoding="utf-8"):
-                return True
-    return False
-
-
 def nominal_magnification(mpp: float) -> float:
     """The magnification that ``mpp`` microns per pixel are sold as; 10 / mpp where none is near.
 
@@ -236,6 +221,13 @@ def nominal_magnification(mpp: float) -> float:
 
 
 def _open(path: Path) -> Any:
+    if path.is_dir():
+        try:
+            return OmeZarr(str(path))
+        except UserError:
+            raise
+        except Exception as error:  # the notes of a folder may be anything
+            raise SlideError(path, f"an image in OME-Zarr that cannot be used ({_text(error)})", cure=_AGAIN) from None
     failures = []
     for opener in (_openslide, _tiffslide):
         try:

@@ -25,6 +25,7 @@ from gated_srp.reports.explain import features_of_slide
 from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.viewer.scene import Asked, Scene, open_scene
 from gated_srp.reports.viewer.tiles import SIDE, TileReader, grid, levels
+from gated_srp.slides.ome_zarr import is_ome_zarr
 from gated_srp.slides.reader import ENDINGS, SlideImage, slide_name
 from gated_srp.training.known import files_for, known_of
 from gated_srp.training.trained import TrainedRun
@@ -234,7 +235,7 @@ def view(
         raise UserError("expected at least one slide and one run", cure="gated-srp view SLIDE --runs RUN")
     found: list[ViewedSlide] = []
     for place in given:
-        if place.suffix.lower() in ENDINGS and place.suffix.lower() not in CONTAINERS:
+        if (place.suffix.lower() in ENDINGS and place.suffix.lower() not in CONTAINERS) or is_ome_zarr(place):
             file, notes = features_of_slide(paths[0], place, Path(features), progress=progress)
             for note in notes:
                 _LOG.warning("%s", note)
