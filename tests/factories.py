@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -241,3 +242,20 @@ LAYOUTS: dict[str, Callable[[Path, str, Slide], Path]] = {
     "safetensors": write_safetensors,
     "torchmil": write_torchmil,
 }
+
+
+def draw(path: Path, **shapes: Any) -> Path:
+    """A GeoJSON with one outline (of shapely) per class, as QuPath writes it."""
+    import shapely
+
+    features = [
+        {
+            "type": "Feature",
+            "geometry": json.loads(shapely.to_geojson(shape)),
+            "properties": {"classification": {"name": name}},
+        }
+        for name, shape in shapes.items()
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+    return path

@@ -103,6 +103,13 @@ class Images(Record):
     patch: Size
 
 
+class Regions(Record):
+    only: Names
+    exclude: Names
+    cover: float = Field(gt=0, le=1)
+    unannotated: Literal["refuse", "whole"] = "refuse"
+
+
 class Features(Record):
     mean: list[float]
     std: list[float]
@@ -146,6 +153,7 @@ class Card(Record):
     stride: list[Stride] = []
     images: Images | None = None
     covariates: list[Covariate] | None = None
+    regions: Regions | None = None
     features: Features | None = None
     temperature: Positive | None = None
     calibration_slides: int | None = None

@@ -191,7 +191,7 @@ def _look(
     """The facts of each file, their summary, and what is wrong with them."""
     facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
     thin = found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
-    trouble = [*found_by.of_files(facts), *found_by.of_encoders(facts), *thin]
+    trouble = [*found_by.of_files(facts), *found_by.of_encoders(facts), *thin, *found_by.of_regions(facts, settings)]
     return facts, _about_files(facts, settings, deep=deep), trouble
 
 
@@ -246,6 +246,7 @@ def _about_files(facts: Sequence[FileFacts], settings: Preparation, *, deep: boo
         "dtypes": dict(Counter(file.dtype for file in good)),
         "patches": {"total": sum(weights)} | _spread(weights),
         "strides": [{"stride": name, "source": of, "files": count} for (name, of), count in strides.most_common()],
+        **({"regions": {"kept": sum(weights), "outside": sum(f.outside for f in good)}} if settings.regions else {}),
         "neighbours": {
             "most": settings.window**2 - 1,
             "mean": _spread([one.mean for one in whole]),

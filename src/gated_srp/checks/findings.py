@@ -12,6 +12,7 @@ from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
 from gated_srp.data.files.siblings import is_known, may_be_same
 from gated_srp.data.matching import Matches, several_files, tcga_section
+from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Level, Note, UserError, counted
@@ -105,6 +106,22 @@ def of_neighbours(facts: Sequence[FileFacts], *, window: int, cap: int | None) -
         if lost:
             what += f"; almost none stay on {counted(lost, 'slide')}, so Gated SRP would do nothing there"
         yield Note(level, "cap", what, tuple(str(file.path) for file in capped), cure)
+
+
+def of_regions(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Note]:
+    """How many patches the regions keep; classes that nobody has drawn."""
+    good = [file for file in facts if file.usable]
+    if settings.regions is None or not good:
+        return
+    kept, outside = (sum(getattr(file, name) for file in good) for name in ("patches", "outside"))
+    fewest = min(good, key=lambda file: file.patches)
+    what = f"regions keep {kept:,} of {kept + outside:,} patches on {counted(len(good), 'slide')}: {settings.regions}"
+    least = f"; fewest on {fewest.path.name}, {fewest.patches} of {fewest.patches + fewest.outside}"
+    yield Note("note", "regions", what + least, ("regions",))
+    try:
+        settings.regions.refuse_unknown_classes({name for file in good for name in file.classes})
+    except UserError as error:
+        yield of_error(error, "regions")
 
 
 # Table, matches, splits ----------------------------------------------------------------------------------------------

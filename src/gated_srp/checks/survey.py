@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gated_srp.data.bag import Bag
-from gated_srp.data.prepared import Preparation, capped_graphs, capped_rows, open_bag, open_header
+from gated_srp.data.prepared import Preparation, capped_graphs, capped_rows, inside_regions, open_bag, open_header
 from gated_srp.errors import Note, UserError
 from gated_srp.progress import Event, Progress, silent
+
+if TYPE_CHECKING:
+    from gated_srp.data.regions import Kept
 
 _WORTH_WORKERS = 64  # files from which on starting other processes pays: each imports torch
 _CHUNK = 4096  # rows of features that are looked at together
@@ -50,6 +54,8 @@ class FileFacts:
     capped: Neighbours | None = None  # None: not longer than the cap
     shared_cells: int = 0  # patches that another patch of the same lattice cell hides
     duplicates: int = 0  # patches with the coordinates of another
+    outside: int = 0  # patches of the file that the regions leave out; `patches` counts those that are kept
+    classes: tuple[str, ...] = ()  # drawn on it, where regions choose patches
     nonfinite: int = 0  # rows with NaN, infinity or a length beyond float32; only looked for when deep
     zeros: int = 0  # rows of zeros alone; as above
     warnings: tuple[Note, ...] = ()
@@ -127,9 +133,10 @@ def _problem(error: UserError, path: Path) -> Note:
 def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
     header = open_bag(path, settings) if deep else open_header(path, settings)
     coords, stride = header.coords, header.stride
-    problem, whole, capped = None, None, None
+    problem, whole, capped, kept = None, None, None, None
     try:
-        whole, capped = _neighbours(coords, stride, settings)
+        kept = inside_regions(header, settings)
+        whole, capped = _neighbours(coords, stride, settings, kept)
     except UserError as error:
         problem = _problem(error, path)
     nonfinite, zeros = _odd_rows(header.features) if isinstance(header, Bag) else (0, 0)
@@ -142,7 +149,7 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         path,
         problem,
         bytes=_size(path),
-        patches=header.shape[0],
+        patches=header.shape[0] if kept is None else len(kept.rows),
         width=header.shape[1],
         dtype=str(header.dtype).removeprefix("torch."),
         encoder=header.encoder,
@@ -154,18 +161,24 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         # Patches of one cell with different coordinates: several lattices in one slide.
         shared_cells=places - _distinct(torch.div(coords.double(), stride, rounding_mode="floor")) if floor else 0,
         duplicates=len(coords) - places,
+        outside=0 if kept is None else header.shape[0] - len(kept.rows),
+        classes=() if kept is None else kept.classes or (),
         nonfinite=nonfinite,
         zeros=zeros,
-        warnings=header.warnings,
+        warnings=header.warnings if kept is None or kept.classes is not None else (*header.warnings, kept.note),
     )
 
 
-def _neighbours(coords: Tensor, stride: float, settings: Preparation) -> tuple[Neighbours, Neighbours | None]:
-    """Before the cap and after it."""
-    rows = capped_rows(coords, settings.cap)
-    if rows is None:
-        rows = torch.arange(len(coords))
+def _neighbours(
+    coords: Tensor, stride: float, settings: Preparation, inside: "Kept | None" = None
+) -> tuple[Neighbours, Neighbours | None]:
+    """Before the cap and after it; of the patches inside the regions alone, where there are some."""
+    within = torch.arange(len(coords)) if inside is None else inside.rows
+    rows = capped_rows(coords[within], settings.cap)
+    rows = within if rows is None else within[rows]
     whole, kept = (graph.neighbour_count for graph in capped_graphs(coords, rows, stride, settings))
+    if len(within) < len(coords):
+        whole = capped_graphs(coords, within, stride, settings)[1].neighbour_count
     before, after = (Neighbours(float(n.double().mean()), float((n == 0).double().mean())) for n in (whole, kept))
     return before, after if len(kept) < len(whole) else None
 

@@ -23,6 +23,10 @@ Drawn = Annotated[
     Path | None,
     Option("--annotations", help="Folder of what was drawn on the slides, or one file: outlines are shown."),
 ]
+Within = Annotated[
+    Path | None,
+    Option("--annotations", help="Folder of what was drawn on the slides, for models that were trained on `regions`."),
+]
 Force = Annotated[
     bool,
     Option("--force", help="Go on with another stride, or an encoder's name that we do not know, than in training."),

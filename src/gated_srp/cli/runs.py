@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Change, Cohort, Coords, Force, Out, Repeats, Run, Stride, Whose
+from gated_srp.cli.options import Change, Cohort, Coords, Force, Out, Repeats, Run, Stride, Whose, Within
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import Interrupted, Note, UserError, counted
 
@@ -70,6 +70,7 @@ def predict(
     coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
     coords: Coords = None,
     table: Whose = None,
+    annotations: Within = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -93,6 +94,7 @@ def predict(
             "coords_key": coords_key,
             "coords": coords,
             "table": table,
+            "annotations": annotations,
         }
         found = run(trained, files, **keys, stride=stride, force=force, workers=workers, progress=progress)
     _say(found.notes, found.skipped)
@@ -122,6 +124,7 @@ def embed(
     coords_key: Annotated[str | None, Option(help="Name of the position array, where it is unusual.")] = None,
     coords: Coords = None,
     table: Whose = None,
+    annotations: Within = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -132,6 +135,7 @@ def embed(
     keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "coords": coords, "table": table}
     with show_progress() as progress:
         how: dict[str, Any] = {"stride": stride, "force": force, "workers": workers, "progress": progress}
+        how |= {"annotations": annotations}
         found = run_on(run, features, out=output, patches=patches, **keys, **how)
     _say(found.notes, found.skipped)
     count, width = found.features.shape

@@ -1,7 +1,7 @@
 """Commands on slides: features out of them, pictures and pages of them; and the page of everything."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -49,6 +49,21 @@ def extract(
     mpp: Annotated[
         str | None, Option(help="Microns per pixel of every slide, or a CSV with the columns wsi, mpp.")
     ] = None,
+    annotations: Annotated[
+        Path | None, Option(help="Folder with a file per slide of what was drawn on it; goes with --only or --exclude.")
+    ] = None,
+    inside: Annotated[
+        list[str] | None,
+        Option("--only", help="Keep patches that regions of this class cover (--cover); repeatable.", metavar="CLASS"),
+    ] = None,
+    outside: Annotated[
+        list[str] | None,
+        Option("--exclude", help="Leave out patches that regions of this class cover; repeatable.", metavar="CLASS"),
+    ] = None,
+    cover: Annotated[float, Option(help="Share of a patch's area from which on regions cover it.")] = 0.5,
+    unannotated: Annotated[
+        Literal["refuse", "whole"], Option(help="Slides without a file of annotations: left out, or used whole.")
+    ] = "refuse",
     layout: Annotated[Literal["trident", "atlaspatch"], Option(help="Whose files to write.")] = "trident",
     batch: Annotated[
         int | None, Option(min=1, help="Patches the encoder gets at once; 32, or 64 on an accelerator.")
@@ -79,6 +94,10 @@ def extract(
     if task != "all":
         cure = "Leave --task out: tissue, patches and features are one step, and what is done is not done again."
         raise UserError(f"{task!r}: TRIDENT's tasks are not separate here", where="--task", cure=cure)
+    regions = None
+    if annotations is not None or inside or outside:
+        named: dict[str, Any] = {"annotations": annotations, "only": inside or (), "exclude": outside or ()}
+        regions = named | {"cover": cover, "unannotated": unannotated}
     say(str(find_encoder(encoder)))
     with show_progress() as progress:
         outcome = gated_srp.extract(
@@ -92,6 +111,7 @@ def extract(
             tissue=tissue,
             mpp=mpp,
             layout=layout,
+            regions=regions,
             only=only,
             save_patches=save_patches,
             devices=devices,

@@ -41,14 +41,11 @@ class Gate:
 
 _SIZES = Sizes()  # the paper's
 _GATE = Gate(delta=_SIZES.delta, hidden_dim=_SIZES.hidden_dim)  # for cohorts that the paper did not tune
+_no_switch = BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)  # true would be 1
 
 
 def _tupled(value: Any) -> Any:
     return (value,) if isinstance(value, str | int | Path) else value
-
-
-def _no_switch(value: Any) -> Any:
-    return str(value) if isinstance(value, bool) else value  # true would be the number 1
 
 
 def _listed_or_named(value: Any) -> Any:
@@ -96,7 +93,7 @@ class TrainConfig(_Section):
     weight_decay: float = Field(ge=0)
     accumulation: int = Field(ge=1)
     batch_size: int = Field(default=1, ge=1)
-    pack: Annotated[int | None, BeforeValidator(_no_switch)] = Field(default=None, ge=1)
+    pack: Annotated[int | None, _no_switch] = Field(default=None, ge=1)
     drop_last: bool = False
     clip: float | None = Field(default=1.0, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
@@ -154,6 +151,16 @@ class CovariatesConfig(_Section):
     categorical: Annotated[tuple[str, ...], BeforeValidator(_tupled)] = ()
 
 
+class RegionsConfig(_Section):
+    """``regions: {annotations: DIR, only: tumour, exclude: [pen, fold]}``: patches inside or outside of what was drawn."""
+
+    annotations: Path
+    only: Annotated[tuple[str, ...], BeforeValidator(_tupled)] = ()
+    exclude: Annotated[tuple[str, ...], BeforeValidator(_tupled)] = ()
+    cover: float = Field(default=0.5, gt=0, le=1)
+    unannotated: Literal["refuse", "whole"] = "refuse"
+
+
 class CohortConfig(_Section):
     """All settings of one cohort, complete and checked. Made by `load_config`."""
 
@@ -196,6 +203,7 @@ class CohortConfig(_Section):
     folds: Annotated[FoldsConfig | None, _section("number")] = None
     split: Path | None = None
     cap: int | None = Field(default=None, ge=1)
+    regions: RegionsConfig | None = None
     cache: Annotated[CacheConfig, _section("folder")] = CacheConfig()
     out: Path = Path("runs")
 
@@ -205,32 +213,26 @@ class CohortConfig(_Section):
         if self.event and self.censorship:
             raise ValueError("event and censorship say the opposite of each other; name one of them")
         if self.labels and not self.cohort:
-            what = "labels is the folder of a preset's public files; name the preset with cohort, or use table"
-            raise ValueError(what)
+            raise ValueError("labels are a preset's public files; name the preset with cohort, or use table")
         if self.labels and self.table:
             raise ValueError("labels (a preset's public files) and table (your own) are both set; keep one")
         if (self.slides or self.covariates) and not self.table:
-            what = "slides is joined to a patient table" if self.slides else "covariates are columns of a table"
-            raise ValueError(f"{what}; name that with table")
+            raise ValueError("slides is joined to a patient table, covariates are its columns; name that with table")
         if self.bag == "patient" and (self.images or self.score == "slide"):
-            other = "images" if self.images else "score: slide"
-            what = "bag: patient joins the slides of a patient"
-            raise ValueError(f"{what}, so it has no use with {other}; leave one out")
+            raise ValueError("bag: patient: it has no use with score: slide, nor with images; leave one out")
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
         if self.images:
-            self._check_images(self.images.size, self.images.patch)
-        for key in ("arms", "seeds"):
-            if len(set(getattr(self, key))) < max(1, len(getattr(self, key))):
+            own = ("features", "coords", "encoder", "stride", "coords_key", "features_key", "cap", "regions")
+            for key in [key for key in own if getattr(self, key)] + (["cache"] if self.cache.folder else []):
+                raise ValueError(f"images and {key} are both set; {key} is for feature files, keep one of them")
+            if (size := self.images.size) % (patch := self.images.patch) or size < 2 * patch:
+                said = f"expected a multiple of images.patch ({patch}), twice it at least"
+                raise ValueError(f"images.size is {size}, {said}")
+        for key, listed in (("arms", self.arms), ("seeds", self.seeds)):
+            if not listed or len(set(listed)) < len(listed):
                 raise ValueError(f"{key} must name at least one, each once")
         return self
-
-    def _check_images(self, size: int, patch: int) -> None:
-        of_features = ("features", "coords", "encoder", "stride", "coords_key", "features_key", "cap")
-        if set_too := [key for key in of_features if getattr(self, key)] + (["cache"] if self.cache.folder else []):
-            raise ValueError("images and {0} are both set; {0} is for feature files, keep one of them".format(*set_too))
-        if size % patch or size < 2 * patch:
-            raise ValueError(f"images.size is {size}, expected a multiple of images.patch ({patch}), twice it at least")
 
     @property
     def main_arm(self) -> str:
@@ -275,8 +277,7 @@ class CohortConfig(_Section):
         """Range and width of an arm's gate: the user's, else the paper's for cohort, encoder and trunk, else 1 and 64."""
         base = self.preset.gate(self.encoder or "uni_v2", trunk=find_arm(arm).trunk) if self.preset else _GATE
         delta, hidden = self.model.delta or base.delta, self.model.hidden_dim or base.hidden_dim
-        own = self.model.delta and self.model.hidden_dim
-        return Gate(delta, hidden, "" if own else base.note)
+        return Gate(delta, hidden, "" if self.model.delta and self.model.hidden_dim else base.note)
 
     def sizes(self, arm: str = "gated_srp") -> dict[str, Any]:
         """Keyword arguments of ``build_model`` for an arm, nothing left open."""
@@ -284,13 +285,12 @@ class CohortConfig(_Section):
         return self._model(arm) | patches
 
     def _model(self, arm: str) -> dict[str, Any]:
-        gate = self.gate(arm)
-        return self.model.model_dump() | {"delta": gate.delta, "hidden_dim": gate.hidden_dim}
+        return self.model.model_dump() | {key: getattr(self.gate(arm), key) for key in ("delta", "hidden_dim")}
 
     def resolved(self, arm: str | None = None) -> dict[str, Any]:
         """Everything as plain values for a YAML file, paths absolute; with ``arm`` the settings of that arm alone."""
-        plain = self.model_dump(mode="json")
-        return plain | {"model": self._model(arm or self.main_arm)} | ({"arms": [arm]} if arm else {})
+        own = {"model": self._model(arm or self.main_arm), **({"arms": [arm]} if arm else {})}
+        return self.model_dump(mode="json") | own
 
 
 # What they lead to ----------------------------------------------------------------------------------------------------
@@ -348,15 +348,13 @@ def open_cohort(config: CohortConfig, files: FoundFiles | None = None) -> Cohort
     found, notes = files or find_files(config)
     table = read_labels(config, found)
     matches, more = match_features(list(table.frame["slide"]), found, config.exclude)
-    notes += more
     if not matches.found:
         for note in several_files(matches, config.slide):
             raise UserError(note.what, cure=note.cure, kind=note.kind)
         what = f"none of {len(table.frame)} slides has a file of its name: the first slide is "
         what += f"{table.frame['slide'].iloc[0]!r}, the first file {str(found[0])!r}"
-        cure = f"Check `slide` and `{'images' if config.images else 'features'}`."
-        raise UserError(what, cure=cure, kind="matching")
-    return CohortData(config, table, matches, notes)
+        raise UserError(what, cure=f"Check `slide` and `{'images' if config.images else 'features'}`.", kind="matching")
+    return CohortData(config, table, matches, notes + more)
 
 
 def find_files(config: CohortConfig) -> FoundFiles:
@@ -379,22 +377,24 @@ def find_files(config: CohortConfig) -> FoundFiles:
 def read_labels(config: CohortConfig, files: Iterable[Path] = ()) -> Table:
     """The cohort's table of slides: the preset's public files, or the user's own."""
     if config.table is not None:
-        keys = ("task", "classes", "sheet", "missing", "covariates")
-        how: dict[str, Any] = {key: getattr(config, key) for key in keys}
+        how: Any = {key: getattr(config, key) for key in ("task", "classes", "sheet", "missing", "covariates")}
         return read_table(config.table, config.columns, **how, slide_table=config.slides, files=files)
     if config.preset and config.labels:
         return config.preset.read_labels(config.labels)
-    labels, own = "`labels`, the folder of its public label files,", "`table`, one row per slide or patient,"
-    wanted = labels if config.preset else own
+    wanted = "`labels`, the folder of its public files," if config.preset else "`table`, one row per slide or patient,"
     raise UserError(f"{wanted} is not set", where=config.name, cure="Labels cannot be read.", kind="setting")
 
 
 def preparation(config: CohortConfig) -> Preparation:
     """The settings of a cohort that change what a model sees of a file."""
-    images = None
+    images = regions = None
     if config.images is not None:
         from gated_srp.data.files.images import ImageGrid
 
         images = ImageGrid(config.images.size, config.images.patch)
+    if config.regions is not None:
+        from gated_srp.data.regions import Regions
+
+        regions = Regions.of(dict(config.regions))
     same = {key: getattr(config, key) for key in ("window", "lattice", "order", "cap")}
-    return Preparation(**config.reading, **same, dtype=config.cache.dtype, images=images)
+    return Preparation(**config.reading, **same, dtype=config.cache.dtype, images=images, regions=regions)

@@ -29,7 +29,12 @@ from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
 _IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
-_PATHS = ("labels", "features", "coords", "images", "table", "slides", "split", "exclude", "cache", "out")
+_PATHS = ("labels", "features", "coords", "images", "table", "slides", "split", "exclude", "cache", "regions", "out")
+_INSIDE = {
+    "cache": "folder",
+    "images": "folder",
+    "regions": "annotations",
+}  # sections, and which of their values is a path
 SHORT = {"cache": "folder", "folds": "number", "images": "folder"}  # sections that may be written as one value
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _DEEPEST = 6
@@ -79,8 +84,8 @@ def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     """A path setting made absolute; other values as they are."""
     if key not in _PATHS or (key == "exclude" and isinstance(value, list | tuple)):
         return value
-    if key in ("cache", "images") and isinstance(value, dict) and "folder" in value:
-        return value | {"folder": _placed(key, value["folder"], home, settings)}
+    if isinstance(value, dict) and (inner := _INSIDE.get(key, "")) in value:
+        return value | {inner: _placed(key, value[inner], home, settings)}
     if isinstance(value, list):
         return [_placed(key, item, home, settings) for item in value]
     if not isinstance(value, str | Path):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ENDINGS = (".geojson", ".json", ".xml", ".png", ".tif", ".tiff", ".csv", ".tsv")
 _MASKS, _TABLES = (".png", ".tif", ".tiff"), (".csv", ".tsv")
+DRAWINGS = tuple(ending for ending in ENDINGS if ending not in _MASKS)  # whose classes are known without the slide
 _SLACK = 0.05  # of the slide's longer side: a hand may draw beyond the glass
 _CROSSINGS = 200_000  # of a file's outlines with themselves, beyond which mending them would take for ever
 _SAMPLED = 100  # edges by which crossings are estimated

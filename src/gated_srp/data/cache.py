@@ -46,14 +46,15 @@ class BagCache:
     def entry(self, path: Path, settings: Preparation) -> Path:
         """Where the bag of this file with these settings is kept."""
         facts = {"format": FORMAT, "path": str(path.resolve()), **asdict(settings)}
-        coords = facts.pop("coords")  # unknown to version 0.1, whose entries stay valid
+        coords, regions = facts.pop("coords"), facts.pop("regions")  # unknown to version 0.1, whose entries stay valid
         facts |= {"coords": str(coords.resolve())} if coords else {}
+        facts |= {"regions": regions | {"annotations": str(regions["annotations"].resolve())}} if regions else {}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
         return self.folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.stem)[:80]}-{digest}.safetensors"
 
     def read(self, path: Path, settings: Preparation) -> PreparedBag:
         """The prepared bag, from its entry if there is a good one, else made and kept."""
-        entry, identity = self.entry(path, settings), identify(path, settings.coords)
+        entry, identity = self.entry(path, settings), identify(path, settings)
         found = _load(entry, path, identity, settings.lattice, check=entry not in self.sound)
         if found is None:
             bag = prepare(path, settings)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.loader import Cached, SlideBag, SlideDataset, Variation
-from gated_srp.data.prepared import open_header
+from gated_srp.data.prepared import inside_regions, open_header
 from gated_srp.data.table import Table
 from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
@@ -119,7 +119,9 @@ class PatientDataset(SlideDataset):
         if cap < len(group):
             what = f"a cap of {cap} for the {len(group)} slides of patient {self.slides['case'][index]!r}"
             raise UserError(what, where="cap", cure="Raise it: each slide keeps one patch at least.", kind="cap")
-        sizes = [open_header(self.members.files[row], self.settings).shape[0] for row in group]
+        headers = [open_header(self.members.files[row], self.settings) for row in group]
+        kept = [inside_regions(header, self.settings) for header in headers]
+        sizes = [h.shape[0] if one is None else len(one.rows) for h, one in zip(headers, kept, strict=True)]
         if sum(sizes) > cap:
             self.members.caps |= dict(zip(group, shares(sizes, cap), strict=True))
 

@@ -21,6 +21,7 @@ from gated_srp.srp.graph import PatchGraph
 
 if TYPE_CHECKING:
     from gated_srp.data.files.images import ImageGrid
+    from gated_srp.data.regions import Kept, Regions
 
 READING = ("encoder", "features_key", "coords_key", "coords", "stride")  # arguments of `read_bag`
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -31,6 +32,7 @@ class Preparation:
     """Every setting that changes what a model sees of a file.
 
     ``dtype`` None: features stay as they are stored. ``images``: files are images, cut like this; None: files of features.
+    ``regions``: which patches of a file are used; None: all.
     """
 
     encoder: str | None = None
@@ -44,6 +46,7 @@ class Preparation:
     cap: int | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     images: "ImageGrid | None" = None
+    regions: "Regions | None" = None
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -59,7 +62,7 @@ class PreparedBag:
     features: Tensor  # (L, C)
     graph: PatchGraph  # of the L rows, with the homogeneity of these features
     coords: Tensor  # (L, 2)
-    num_patches: int  # N, before the cap
+    num_patches: int  # before the cap; inside the regions, where there are some
     stride: float
     stride_source: str
     unit: Unit
@@ -88,11 +91,12 @@ def open_bag(path: str | Path, settings: Preparation, draws: torch.Generator | N
 def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> PreparedBag:
     """Read, choose and order rows, round the features, list the neighbours; ``draws`` as in `open_bag`."""
     bag = open_bag(path, settings, draws)
-    rows = kept_rows(bag.coords, settings)
+    inside = inside_regions(bag, settings)
+    rows = kept_rows(bag.coords, settings, inside)
     features = _rounded(bag, rows, settings)  # (L, C)
     bag = replace(bag, features=features)  # those of the file may be twice as large: let them go
     try:
-        graph, notes = _graph(bag, rows, settings)
+        graph, notes = _graph(bag, rows, settings, inside)
         graph = graph.with_features(features)
     except UserError as error:
         raise error.changed(where=f"{bag.path}: {error.where}" if error.where else str(bag.path)) from None
@@ -100,7 +104,7 @@ def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | No
         features=features,
         graph=graph,
         coords=bag.coords if rows is None else bag.coords[rows],  # (L, 2)
-        num_patches=len(bag.coords),
+        num_patches=len(bag.coords if inside is None else inside.rows),
         warnings=(*bag.warnings, *notes),
         **{key: getattr(bag, key) for key in ("path", "stride", "stride_source", "unit", "encoder")},
     )
@@ -115,8 +119,16 @@ def capped_rows(coords: Tensor, cap: int | None) -> Tensor | None:
     return torch.from_numpy(order[np.linspace(0, len(order) - 1, cap).astype(np.int64)])
 
 
-def kept_rows(coords: Tensor, settings: Preparation) -> Tensor | None:
-    """Rows to keep in the order they are wanted, (L,); None: all, in the file's order."""
+def inside_regions(header: BagHeader, settings: Preparation) -> "Kept | None":
+    """What the settings' regions leave of a slide; None where they have none."""
+    return None if settings.regions is None else settings.regions.look(header)
+
+
+def kept_rows(coords: Tensor, settings: Preparation, inside: "Kept | None" = None) -> Tensor | None:
+    """Rows to keep in the order they are wanted, (L,); None: all, in the file's order. Of ``inside`` alone, where it is given."""
+    if inside is not None:
+        rows = kept_rows(coords[inside.rows], settings)
+        return inside.rows if rows is None else inside.rows[rows]
     rows = capped_rows(coords, settings.cap)
     if settings.order == "file":
         return rows
@@ -142,14 +154,20 @@ def _rounded(bag: Bag, rows: Tensor | None, settings: Preparation) -> Tensor:
     return rounded
 
 
-def _graph(bag: Bag, rows: Tensor | None, settings: Preparation) -> tuple[PatchGraph, tuple[Note, ...]]:
-    """The graph of the kept rows; with a cap, how many neighbours it cost."""
+def _graph(
+    bag: Bag, rows: Tensor | None, settings: Preparation, inside: "Kept | None"
+) -> tuple[PatchGraph, tuple[Note, ...]]:
+    """The graph of the kept rows; what regions left, and with a cap, how many neighbours it cost."""
+    said = () if inside is None else (inside.note,)
     if rows is None or len(rows) == len(bag.coords):
-        return _build(bag.coords if rows is None else bag.coords[rows], bag.stride, settings), ()
+        return _build(bag.coords if rows is None else bag.coords[rows], bag.stride, settings), said
     whole, kept = capped_graphs(bag.coords, rows, bag.stride, settings)
+    if inside is not None and len(rows) == len(inside.rows):
+        return kept, said
     before, after = (float(graph.neighbour_count.double().mean()) for graph in (whole, kept))
-    what = f"{len(rows)} of {len(bag.coords)} patches kept; neighbours per patch {before:.2f} before, {after:.2f} after"
-    return kept, (Note("warning", "cap", what),)
+    count = len(bag.coords) if inside is None else len(inside.rows)
+    what = f"{len(rows)} of {count} patches kept; neighbours per patch {before:.2f} before, {after:.2f} after"
+    return kept, (*said, Note("warning", "cap", what))
 
 
 def capped_graphs(coords: Tensor, rows: Tensor, stride: float, settings: Preparation) -> tuple[PatchGraph, PatchGraph]:
@@ -170,14 +188,15 @@ def _build(coords: Tensor, stride: float, settings: Preparation) -> PatchGraph:
 # Which files a bag comes from -----------------------------------------------------------------------------------------
 
 
-def files_of(path: Path, coords: Path | None = None) -> list[Path]:
-    """A feature file and the files that may hold its positions."""
-    return [path, *position_files(path, coords), path.parent / "bags_config.json"]
+def files_of(path: Path, settings: Preparation) -> list[Path]:
+    """A feature file, the files that may hold its positions, and the annotations that choose its patches."""
+    drawn = None if settings.regions is None else settings.regions.file_of(path)
+    return [path, *position_files(path, settings.coords), path.parent / "bags_config.json", *([drawn] if drawn else [])]
 
 
-def identify(path: Path, coords: Path | None = None) -> str:
-    """Name, size and time of a feature file and of the files that may hold its positions; changes when one of them does."""
-    files = files_of(path, coords)
+def identify(path: Path, settings: Preparation) -> str:
+    """Name, size and time of a feature file and of all that is read with it (`files_of`); changes when one of them does."""
+    files = files_of(path, settings)
     with suppress(OSError):  # a missing file is reported by the reader
         if path.is_dir():
             files += sorted(path.rglob("*"))

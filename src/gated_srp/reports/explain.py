@@ -14,6 +14,8 @@ from PIL import Image
 from gated_srp.data.annotations import find_annotations
 from gated_srp.data.files.containers import CONTAINERS
 from gated_srp.data.matching import slide_stem
+from gated_srp.data.prepared import Preparation
+from gated_srp.data.regions import folder_of
 from gated_srp.errors import Note, UserError
 from gated_srp.files import write_whole
 from gated_srp.models import load_card, model_file
@@ -109,7 +111,7 @@ def explain(
         magnification: of the patches.
         mpp: microns per pixel, where the slide does not say.
         table: as in `heatmap`, for a run with covariates, or whose bags are patients (of which feature files are explained).
-        annotations: what was drawn on the slide, a file or the folder that has it: its outlines are shown.
+        annotations: what was drawn on the slide, a file or the folder that has it: its outlines are shown; as in `heatmap`.
         force: as in `predict`: go on with another stride, or an encoder's name that we do not know, than in training.
         progress: called with the stage ``patches`` while features are extracted.
 
@@ -167,9 +169,12 @@ def explain_file(
     """As `explain`, of a feature file; ``image``: the slide image, if it is not the one that the file names."""
     from jinja2 import Environment, PackageLoader
 
-    known = known_beside(TrainedRun.open(run), file, [file], table).get(file, {})
-    view = view_slide(run, file, known=known, force=force)
-    prediction = predict_in_words(run, file, beside=known.get("beside", ()), table=table, force=force)
+    trained = TrainedRun.open(run)
+    known = known_beside(trained, file, [file], table).get(file, {})
+    view = view_slide(run, file, known=known, reading=Preparation(regions=folder_of(annotations)), force=force)
+    drawn = annotations if trained.card.get("regions") else None
+    how: dict[str, Any] = {"beside": known.get("beside", ()), "table": table, "annotations": drawn, "force": force}
+    prediction = predict_in_words(run, file, **how)
     name = slide_stem(file)
     outlines = None if annotations is None else find_annotations(annotations, [name])[name]
     sections, written = _sections(view, file, out, image, outlines)
@@ -197,11 +202,17 @@ def _encoder_of(run: Path) -> str:
 
 
 def predict_in_words(
-    run: Path, file: Path, *, beside: Sequence[Path] = (), table: str | Path | None = None, force: bool = False
+    run: Path,
+    file: Path,
+    *,
+    beside: Sequence[Path] = (),
+    table: str | Path | None = None,
+    annotations: str | Path | None = None,
+    force: bool = False,
 ) -> Prediction:
     """Of a slide, or of a patient with more slides ``beside``; a model without a task gives a reason instead of a prediction."""
     try:
-        found = predict(run, [file, *beside], table=table, workers=0, force=force)
+        found = predict(run, [file, *beside], table=table, annotations=annotations, workers=0, force=force)
     except UserError as error:
         return Prediction({}, "Not known: there is no prediction.", False, f"No prediction: {error}")
     row = found.table.iloc[0]

@@ -13,6 +13,7 @@ from gated_srp.data.annotations import annotations_of, find_annotations
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
+from gated_srp.data.regions import folder_of
 from gated_srp.errors import Note, UserError
 from gated_srp.files import as_stored, write_image
 from gated_srp.models import arm_title, load_card, model_file
@@ -98,7 +99,8 @@ def heatmap(
         overlay: colours over the tissue in grey, over its own colours (stain), or outlines over the latter (contour).
         grid: also one picture of all slides beside all runs, as the paper shows them.
         wsi: the slide image, or the folder with the images; a path that a feature file names is opened only there.
-        annotations: a folder with files of what was drawn on the slides, or the one slide's file: their outlines are drawn too.
+        annotations: a folder with files of what was drawn on the slides, or the one slide's file: their outlines are drawn too,
+            and a run that was trained on ``regions`` finds them there.
         export: also write geojson (QuPath), csv, parquet or h5.
         coords: the folder of the positions, where it is not beside the features.
         table: as in `predict`; a run whose bags are patients finds a slide's others by it, in the folder of the feature file; a run
@@ -124,7 +126,7 @@ def heatmap(
         "percentile": percentile,
         "overlay": overlay,
     }
-    reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
+    reading = Preparation(coords=Path(coords) if coords else None, stride=stride, regions=folder_of(annotations))
     shown |= {"image": image, "export": export, "reading": reading}
     if unknown := [name for name in export if name not in WRITERS]:
         raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")

@@ -18,6 +18,7 @@ import torch
 
 from gated_srp.data.annotations import NOTHING, Annotations, annotations_of, find_annotations, plain, refuse_unknown
 from gated_srp.data.prepared import Preparation, open_header
+from gated_srp.data.regions import folder_of
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import SlideModel
 from gated_srp.progress import Event, Progress, silent
@@ -87,7 +88,7 @@ def localize(
         raise UserError(f"{cover:g}, expected above 0, up to 1.", where="cover")
     members = open_runs(find_runs(runs))
     arms = _arms(members)
-    reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
+    reading = Preparation(coords=Path(coords) if coords else None, stride=stride, regions=folder_of(annotations))
     files = files_for(members[0], slides)
     known = _with_cases(members, with_ids(files, table))
     beside = known_of(members[0], files, table)

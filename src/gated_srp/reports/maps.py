@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gated_srp.data.bag import BagHeader
 from gated_srp.data.loader import SlideBag
-from gated_srp.data.prepared import Preparation, kept_rows, open_header
+from gated_srp.data.prepared import Preparation, inside_regions, kept_rows, open_header
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import SlideModel, model_file
 from gated_srp.records import parse_numbers
@@ -145,7 +145,7 @@ def view_bag(
     own, which = rows_of(bag, file)
     if bag.parts and settings.cap:
         settings = replace(settings, cap=own.stop - own.start)  # its share
-    rows = kept_rows(header.coords, settings)
+    rows = kept_rows(header.coords, settings, inside_regions(header, settings))
     patches = Patches.of(header, None if rows is None else rows.numpy())
     traced = [m for m in model.modules() if hasattr(m, "correction") and hasattr(m, "cls_attention")]
     if layer is not None and layer > len(traced):

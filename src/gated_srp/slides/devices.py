@@ -14,7 +14,8 @@ import torch
 from gated_srp.errors import UserError
 from gated_srp.progress import Event, Progress
 from gated_srp.slides.encoders import Encoder, find_encoder
-from gated_srp.slides.extract import Extraction, Outcome, best_device, extract_slides, refuse_same_names
+from gated_srp.slides.extract import Extraction, Outcome, best_device, extract_slides
+from gated_srp.slides.lists import refuse_same_names
 
 _reports: Any = None  # of a process: where it says how far it is
 

@@ -13,22 +13,24 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from gated_srp.errors import Note, UserError, counted, joined
-from gated_srp.files import remove_drafts, whole
+from gated_srp.files import remove_drafts
 from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
-from gated_srp.slides.lists import read_list, read_mpp
+from gated_srp.slides.lists import read_list, read_mpp, refuse_same_names
 from gated_srp.slides.reader import SlideError, SlideImage, find_slides, slide_name
-from gated_srp.slides.store import LAYOUTS, Job, Trident, identity, refuse_other_slide
+from gated_srp.slides.store import LAYOUTS, Job, Trident, identity, refuse_other_slide, write_patches
 from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
+
+if TYPE_CHECKING:
+    from gated_srp.data.regions import Regions
 
 _AHEAD = 3  # batches in flight per reading process
 
@@ -60,6 +62,7 @@ class Extraction:
     workers: int = field(default_factory=best_workers)
     save_patches: bool = False
     device: torch.device | None = None  # None: the best there is
+    regions: "Regions | None" = None  # None: all tissue
 
     @property
     def read_ahead(self) -> int:
@@ -72,7 +75,7 @@ class Extraction:
         spec = self.encoder
         seen = f"mean {spec.normalisation[0]}, std {spec.normalisation[1]}, middle {spec.crop or spec.resize}"
         resampling = spec.resampling(self.tiling.size)
-        return Job(slide, self.tiling, spec.name, spec.width, mpp, weights, resampling, seen)
+        return Job(slide, self.tiling, spec.name, spec.width, mpp, weights, resampling, seen, self.regions)
 
 
 @dataclass
@@ -110,6 +113,7 @@ def extract(
     tissue: float = 0.25,
     mpp: float | str | Path | Mapping[str, float] | None = None,
     layout: Literal["trident", "atlaspatch"] = "trident",
+    regions: "Regions | Mapping[str, Any] | None" = None,
     only: str | Path | None = None,
     save_patches: bool = False,
     devices: int = 1,
@@ -132,6 +136,8 @@ def extract(
         tissue: least share of tissue in a patch that is kept.
         mpp: microns per pixel of every slide, or by slide name, or a CSV with the columns wsi and mpp.
         layout: whose files to write: TRIDENT's or AtlasPatch's.
+        regions: patches inside or outside drawn regions alone: ``{"annotations": "drawn/", "only": "tumour", "exclude": ["pen"]}``, with
+            ``cover`` and ``unannotated`` as in a cohort's YAML.
         only: a file that lists the slides to take: one per line, or a CSV with the column wsi, relative to the folder ``slides``.
         save_patches: also write each patch as SLIDE/X_Y.png, X and Y in level-0 pixels.
         devices: processes that share the slides, each with an accelerator of its own.
@@ -163,12 +169,24 @@ def extract(
         batch=batch or best_batch(),
         workers=best_workers() if workers is None else workers,
         save_patches=save_patches,
+        regions=_regions(regions, found),
     )
     if devices > 1 and len(found) > 1:
         from gated_srp.slides.devices import extract_on_devices
 
         return extract_on_devices(found, settings, encoder, min(devices, len(found)), progress)
     return extract_slides(found, settings, progress)
+
+
+def _regions(given: "Regions | Mapping[str, Any] | None", slides: Sequence[Path]) -> "Regions | None":
+    """As the YAML of a cohort writes them; a class that is drawn on none of the slides is refused before the first is read."""
+    if given is None:
+        return None
+    from gated_srp.data.regions import Regions  # not above: rarely asked for
+
+    found = Regions.of(given) if isinstance(given, Mapping) else given
+    found.refuse_unknown_on([slide_name(slide) for slide in slides])
+    return found
 
 
 def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progress = silent) -> Outcome:
@@ -245,6 +263,7 @@ def _extract_one(
     """Write one slide's file, without an encoder its images alone, and note it in the outcome; says in words how it went."""
     try:
         tiles = plan.result()
+        outcome.notes += tiles.notes
         count = len(tiles.coords)
         progress(Event("patches", 0, count, slide.name, slide))
         job = settings.job(slide)
@@ -281,32 +300,13 @@ def _rows(job: Job, tiles: TilePlan, layout: Trident, encoder: PatchEncoder | No
         yield rows
 
 
-def write_patches(tiles: np.ndarray, coords: np.ndarray, folder: Path) -> None:
-    """Tiles (N, S, S, 3) as X_Y.png."""
-    for tile, (x, y) in zip(tiles, coords.tolist(), strict=True):
-        with whole(folder / f"{x}_{y}.png", sync=False) as draft:
-            Image.fromarray(tile).save(draft, "PNG")
-
-
-def refuse_same_names(slides: Sequence[Path]) -> None:
-    named: dict[str, Path] = {}
-    for slide in slides:
-        name = slide_name(slide)
-        if name in named:
-            raise UserError(
-                "two slides of one name would write one file",
-                where=f"{named[name]} and {slide}",
-                cure="Rename one, or extract into two folders.",
-            )
-        named[name] = slide
-
-
 def _plans(pool: Executor, slides: Sequence[Path], settings: Extraction) -> Iterator[tuple[Path, "Future[TilePlan]"]]:
     """Each slide with its plan; the tissue of the next one is found while this one is encoded."""
 
     def submit(slide: Path) -> "Future[TilePlan]":
         job = settings.job(slide)
-        return pool.submit(plan_slide, slide, settings.tiling, mpp=job.mpp, picture=settings.layout.picture(job))
+        how: dict[str, Any] = {"mpp": job.mpp, "picture": settings.layout.picture(job), "regions": settings.regions}
+        return pool.submit(plan_slide, slide, settings.tiling, **how)
 
     ahead = submit(slides[0])
     for number, slide in enumerate(slides):
@@ -354,7 +354,7 @@ def _made_of(settings: Extraction, slide: Path) -> dict[str, Any] | None:
         return None
     with SlideImage(slide) as image:
         refuse_other_slide(settings.layout.path(job), made["slide"], identity(image.info))
-    wanted = job.settings()
+    wanted = {"regions": None} | job.settings()
     if "blocks" not in made["slide"]:
         made["normalisation"] = wanted["normalisation"]  # not recorded by versions 0.1 and 0.2
     if made and "resampling" not in made:  # of version 0.2, which knew no other way

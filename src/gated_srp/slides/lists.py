@@ -1,10 +1,11 @@
 """Tables that go with slides: microns per pixel by slide, and lists of slides."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gated_srp.errors import UserError, counted
 from gated_srp.files import as_stored
+from gated_srp.slides.reader import slide_name
 
 _LARGEST = 2**24  # bytes of a list
 
@@ -78,3 +79,16 @@ def read_list(path: Path, folder: Path) -> tuple[list[Path], Path | None]:
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise UserError(f"names {twice} twice", where=f"--list {path}")
     return slides, path if "wsi" in columns and "mpp" in columns else None
+
+
+def refuse_same_names(slides: Sequence[Path]) -> None:
+    named: dict[str, Path] = {}
+    for slide in slides:
+        name = slide_name(slide)
+        if name in named:
+            raise UserError(
+                "two slides of one name would write one file",
+                where=f"{named[name]} and {slide}",
+                cure="Rename one, or extract into two folders.",
+            )
+        named[name] = slide

@@ -8,17 +8,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
+from PIL import Image
 
 from gated_srp.bounded import try_out
 from gated_srp.data.files.containers import opened
 from gated_srp.errors import UserError
-from gated_srp.files import sampled_hash, whole_hdf5, write_json
+from gated_srp.files import full_hash, sampled_hash, whole, whole_hdf5, write_json
 from gated_srp.slides.reader import SlideInfo, slide_name
 from gated_srp.slides.tiles import TilePlan, Tiling
+
+if TYPE_CHECKING:
+    from gated_srp.data.regions import Regions
 
 _COUNT = "patches.json"  # in a folder of patch images: it is whole
 _ROWS = 64  # of a chunk: it must fit into HDF5's cache of 1 MB, or each batch rewrites it
@@ -36,6 +40,7 @@ class Job:
     weights: str | None = None
     resampling: str | None = None
     normalisation: str | None = None
+    regions: "Regions | None" = None
 
     @property
     def name(self) -> str:
@@ -44,6 +49,8 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """All settings that decide the features; a file made with others is refused."""
         tiling = self.tiling
+        # Not recorded where nothing was drawn: such files are as those of versions that knew no regions.
+        drawn = {} if self.regions is None else {"regions": _drawn(self.regions, self.name)}
         return {
             "patch_size": tiling.size,
             "target_magnification": tiling.magnification,
@@ -53,7 +60,14 @@ class Job:
             "weights": self.weights,
             "resampling": self.resampling,
             "normalisation": self.normalisation,
+            **drawn,
         }
+
+
+def _drawn(regions: "Regions", slide: str) -> dict[str, Any]:
+    """The rule, and the content of the slide's file of annotations, by which it is known again."""
+    file = regions.file_of(slide)
+    return {**regions.rule, "sha256": None if file is None else full_hash(file)}
 
 
 class Trident:
@@ -144,6 +158,13 @@ class AtlasPatch(Trident):
 
 
 LAYOUTS: Mapping[str, type[Trident]] = {"trident": Trident, "atlaspatch": AtlasPatch}
+
+
+def write_patches(tiles: np.ndarray, coords: np.ndarray, folder: Path) -> None:
+    """Tiles (N, S, S, 3) as X_Y.png."""
+    for tile, (x, y) in zip(tiles, coords.tolist(), strict=True):
+        with whole(folder / f"{x}_{y}.png", sync=False) as draft:
+            Image.fromarray(tile).save(draft, "PNG")
 
 
 # Which slide -----------------------------------------------------------------------------------------------------------

@@ -12,14 +12,18 @@ from io import BytesIO
 from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from gated_srp.errors import UserError, counted
+from gated_srp.errors import Note, UserError, counted, joined
 from gated_srp.files import as_stored, write_image
-from gated_srp.slides.reader import SlideError, SlideImage, SlideInfo, nominal_magnification
+from gated_srp.slides.reader import SlideError, SlideImage, SlideInfo, nominal_magnification, slide_name
+
+if TYPE_CHECKING:
+    from gated_srp.data.regions import Regions
 
 _SAME = 0.02  # relative difference of two magnifications that are one: no resampling
 _OVERVIEW_UM = 4.0  # microns per pixel of the overview on which tissue is found
@@ -76,6 +80,7 @@ class TilePlan:
     footprint: Footprint
     tiling: Tiling
     coords: np.ndarray
+    notes: tuple[Note, ...] = ()
 
 
 def footprint(info: SlideInfo, tiling: Tiling, magnification: float) -> Footprint:
@@ -108,8 +113,18 @@ def lattice(size: tuple[int, int], side: int, stride: int) -> np.ndarray:
     return np.stack(np.meshgrid(columns, rows), -1).reshape(-1, 2).astype(np.int64)
 
 
-def plan_slide(path: Path, tiling: Tiling, *, mpp: float | None = None, picture: Path | None = None) -> TilePlan:
-    """Find the tissue and lay the patches. ``mpp`` overrules the slide; ``picture``: where to write a preview."""
+def plan_slide(
+    path: Path,
+    tiling: Tiling,
+    *,
+    mpp: float | None = None,
+    picture: Path | None = None,
+    regions: "Regions | None" = None,
+) -> TilePlan:
+    """Find the tissue and lay the patches. ``mpp`` overrules the slide; ``picture``: where to write a preview.
+
+    ``regions``: of the patches of tissue those inside or outside what was drawn are kept.
+    """
     with SlideImage(path) as slide:
         info = slide.info
         magnification = nominal_magnification(mpp) if mpp else info.magnification
@@ -130,9 +145,32 @@ def plan_slide(path: Path, tiling: Tiling, *, mpp: float | None = None, picture:
     tissue = TissueMask(find_tissue(overview, smallest=patch / 2, largest_hole=patch), scale)
     coords = lattice(info.size, where.side, where.stride)
     coords = coords[tissue.fraction(coords, where.side) >= max(tiling.tissue, 1e-9)] if len(coords) else coords
+    notes: tuple[Note, ...] = ()
+    if regions is not None:
+        coords, notes = _within(regions, info, coords, where.side, microns)
     if picture is not None:
         write_image(preview(overview, tissue, coords, where.side), picture)
-    return TilePlan(info, magnification, where, tiling, coords)
+    return TilePlan(info, magnification, where, tiling, coords, notes)
+
+
+def _within(
+    regions: "Regions", info: SlideInfo, coords: np.ndarray, side: int, microns: float
+) -> tuple[np.ndarray, tuple[Note, ...]]:
+    """The patches that the regions keep, and what to say of a slide that nobody drew on."""
+    from gated_srp.data.annotations import read_annotations  # not above: readers of tiles do without torch
+
+    try:
+        file = regions.needed(slide_name(info.path))
+        if file is None:
+            note = Note("warning", "regions", "no file of annotations: the whole slide is used", (str(info.path),))
+            return coords, (note,)
+        drawn = read_annotations(file, size=info.size, side=side, mpp=microns)
+        kept = coords[regions.inside(drawn, coords, side)]
+        if len(coords) and not len(kept):
+            raise regions.nothing_left(len(coords), drawn.classes, info.path)
+    except UserError as error:  # of this slide alone: others go on
+        raise SlideError(info.path, joined(error.what, error.where), cure=error.cure, kind=error.kind) from None
+    return kept, ()
 
 
 def read_tiles(path: Path, where: Footprint, size: int, coords: np.ndarray) -> np.ndarray:

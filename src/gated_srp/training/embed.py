@@ -21,7 +21,7 @@ from gated_srp.models import SlideTransformer
 from gated_srp.progress import Progress, silent
 from gated_srp.training.known import files_for, with_ids
 from gated_srp.training.predict import RunModel, run_models, seen_by
-from gated_srp.training.trained import TrainedRun
+from gated_srp.training.trained import TrainedRun, drawn_for
 
 if TYPE_CHECKING:
     import h5py
@@ -57,6 +57,7 @@ def embed(
     coords_key: str | None = None,
     coords: str | Path | None = None,
     table: str | Path | None = None,
+    annotations: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
@@ -74,6 +75,7 @@ def embed(
         coords: the folder of the positions, where it is not beside the features.
         table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own. Covariates as in `predict`;
             they do not enter the vectors, which are of slides alone.
+        annotations: as in `predict`.
         stride: distance between patches, where what the file says is wrong.
         force: as in `predict`.
         workers: processes that read ahead.
@@ -94,8 +96,8 @@ def embed(
     target = None if out is None else _target(Path(out), files)
     if patches and target is None:
         raise UserError("tokens of patches are written, not kept in memory", where="patches", cure="Name `out`.")
-    where = Path(coords) if coords else None
-    reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
+    keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride}
+    reading = Preparation(**keys, coords=Path(coords) if coords else None, regions=drawn_for([trained], annotations))
     written: list[Path] = []
     sink = partial(_write_tokens, target, trained, written) if patches and target is not None else None
     found = run_models(

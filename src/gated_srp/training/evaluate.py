@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from gated_srp.config.cohort import CohortConfig, open_cohort
+from gated_srp.config.cohort import CohortConfig, open_cohort, preparation
 from gated_srp.config.load import load_config
 from gated_srp.data.cache import BagCache
 from gated_srp.data.covariates import needed
@@ -173,7 +173,7 @@ def evaluate(
     found = run_models(
         [trained],
         slides,
-        reading=Preparation(**config.reading),
+        reading=Preparation(**config.reading, regions=preparation(config).regions),
         cache=BagCache(config.cache.folder) if config.cache.folder else None,
         force=force,
         workers=config.train.workers,

@@ -311,6 +311,10 @@ def departures(settings: Mapping[str, Any], card: Mapping[str, Any] = MappingPro
     if beside := settings.get("covariates"):
         names = [*(beside.get("numeric") or ()), *(beside.get("categorical") or ())]
         found.append(f"the head sees covariates beside the slide: {', '.join(map(str, names))}")
+    if regions := settings.get("regions"):
+        inside, outside = (" or ".join(regions.get(key) or ()) for key in ("only", "exclude"))
+        parts = [f"inside {inside}" if inside else "", f"outside {outside}" if outside else ""]
+        found.append(f"patches {' and '.join(filter(None, parts))} alone, as drawn in {regions.get('annotations')}")
     if asked := train.get("class_weights"):
         how = " (balanced)" if isinstance(asked, str) else ""
         weights = card.get("class_weights") or (asked if isinstance(asked, Mapping) else {})

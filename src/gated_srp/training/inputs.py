@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, preparation
 from gated_srp.data.loader import SlideDataset
-from gated_srp.data.prepared import Preparation, files_of, identify, open_header
+from gated_srp.data.prepared import Preparation, files_of, identify, inside_regions, open_header
 from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import full_hash, sampled_hash
@@ -183,13 +183,18 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
     """Open the files of all parts, features aside: what a run would fail at after hours is refused before it begins."""
     headers: list[tuple[Path, int, str | None]] = []
     errors: list[tuple[int, UserError]] = []
+    classes: set[str] = set()
     files, settings, members = inputs.bags.members.files, inputs.bags.settings, inputs.members
     for row, file in enumerate(files):
         try:
-            headers.append((file, *_header(file, identify(file, settings.coords), settings)))
+            width, encoder, drawn = _header(file, identify(file, settings), settings)
+            headers.append((file, width, encoder))
+            classes.update(drawn)
         except UserError as found:
             errors.append((row, found))
         progress(Event("files", row + 1, len(files)))
+    if settings.regions is not None and (classes or not errors):
+        settings.regions.refuse_unknown_classes(classes)
     for row, error in errors:
         where = f"{files[row]} (slide {members['slide'][row]!r}, in {members['part'][row]})"
         more = f"; {counted(len(errors) - 1, 'more file')} of {len(files)} cannot be used" if len(errors) > 1 else ""
@@ -213,10 +218,11 @@ _LEAVE_OUT = "`exclude` leaves slides out: `gated-srp check COHORT --quarantine 
 
 
 @lru_cache(maxsize=2**16)  # the runs of a study read the same files
-def _header(file: Path, identity: str, settings: Preparation) -> tuple[int, str | None]:
-    """Width and encoder."""
+def _header(file: Path, identity: str, settings: Preparation) -> tuple[int, str | None, tuple[str, ...]]:
+    """Width and encoder, and the classes drawn on the slide where regions choose its patches."""
     header = open_header(file, settings)
-    return header.shape[1], header.encoder
+    kept = inside_regions(header, settings)
+    return header.shape[1], header.encoder, () if kept is None else kept.classes or ()
 
 
 # The files it learns from, known again ---------------------------------------------------------------------------------
@@ -227,9 +233,7 @@ def fingerprints(bags: SlideDataset, *, deep: bool = False) -> pd.DataFrame:
     slides = bags.members
     order = bags.member_rows(range(len(bags)))  # of patients: as their slides stand in the bags
     found = [(slides.slides["slide"][row], slides.slides["case"][row], slides.files[row]) for row in order]
-    rows = [
-        (slide, case, *_fingerprint(files_of(file, bags.settings.coords), deep=deep)) for slide, case, file in found
-    ]
+    rows = [(slide, case, *_fingerprint(files_of(file, bags.settings), deep=deep)) for slide, case, file in found]
     table = pd.DataFrame(rows, columns=["slide", "case", "bytes", "modified", "blocks", "sha256"], dtype=str)
     return table.drop(columns="case") if slides is bags else table
 
@@ -244,7 +248,7 @@ def changed_files(known: pd.DataFrame, bags: SlideDataset, *, deep: bool = False
     for slide, file in zip(bags.slides["slide"], bags.files, strict=True):
         if slide not in there.index:
             continue
-        files = files_of(file, bags.settings.coords)
+        files = files_of(file, bags.settings)
         was, (size, time, blocks, _) = there.loc[slide], _fingerprint(files)
         same = (size, blocks) == (was["bytes"], was["blocks"])
         if same and was["sha256"] and (deep or time != was["modified"]):
@@ -276,7 +280,8 @@ def refuse_changed_files(run: RunFolder, bags: SlideDataset, *, deep: bool = Fal
     """The feature files must be those that the run was begun with."""
     if changed := changed_files(run.features, bags, deep=deep):
         (slide, file), more = changed[0], f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise _changed(run, f"slide {slide!r} ({file}){more}")
+        drawn = ", or what was drawn on it," if bags.settings.regions else ""
+        raise _changed(run, f"slide {slide!r} ({file}){more}{drawn}")
 
 
 def refuse_other_files(run: RunFolder, now: pd.DataFrame) -> None:

@@ -28,7 +28,7 @@ from gated_srp.training.known import files_for, with_ids
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
 from gated_srp.training.seen import compare_with_training
-from gated_srp.training.trained import TrainedRun, average, fitting_bags, open_runs
+from gated_srp.training.trained import TrainedRun, average, drawn_for, fitting_bags, open_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +99,7 @@ def predict(
     coords_key: str | None = None,
     coords: str | Path | None = None,
     table: str | Path | None = None,
+    annotations: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
@@ -114,6 +115,7 @@ def predict(
         coords: the folder of the positions, where it is not beside the features.
         table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own, and the model's patients are found.
             A run with covariates needs it, with their columns.
+        annotations: folder of what was drawn on the slides, for runs that were trained on ``regions``; other runs refuse it.
         stride: distance between patches, where what the file says is wrong.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
         workers: processes that read ahead.
@@ -132,15 +134,13 @@ def predict(
     members = open_runs(several)
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
     slides = with_ids(files, table, members[0].covariates)
-    where = Path(coords) if coords else None
-    reading = Preparation(features_key=features_key, coords_key=coords_key, coords=where, stride=stride)
+    keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride}
+    reading = Preparation(**keys, coords=Path(coords) if coords else None, regions=drawn_for(members, annotations))
     found = run_models(members, slides, reading=reading, force=force, workers=workers, progress=progress)
     about = found.slides
     seen, notes = seen_by(members, slides, about)
     if members[0].patients:
-        names = (
-            slides.sort_values("slide").groupby("case")[["slide", "file"]].agg("; ".join)
-        )  # as they stand in the bag
+        names = slides.sort_values("slide").groupby("case")[["slide", "file"]].agg("; ".join)  # as in the bag
         about = about.assign(slide=about["case"].map(names["slide"]), file=about["case"].map(names["file"]))
     named, likeness = about[["slide", "case", "file", "patches"]], about[["training_distance", "unlike_training"]]
     answers = pd.concat([named, average(members, found.logits), likeness], axis=1).assign(seen_in_training=seen)

@@ -312,6 +312,7 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         "score": inputs.score,
         **{key: getattr(bags, key) for key in ("order", "window", "lattice", "cap", "dtype")},
         **({} if bags.images is None else {"images": asdict(bags.images)}),
+        **({} if bags.regions is None else {"regions": bags.regions.rule}),
         "split_hash": inputs.split.hash,
         "precision": precision,
         "gate_lr": job.config.train.gate_lr,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from gated_srp.data.cache import BagCache
     from gated_srp.data.covariates import Covariates
+    from gated_srp.data.regions import Regions
 
 _SAME = (
     0.1  # relative difference of two strides that count as one: scanners of one magnification differ by some per cent
@@ -141,7 +142,12 @@ class TrainedRun:
     def preparation(self, reading: Preparation = _AS_STORED) -> Preparation:
         """Bags as they were made for its training, from files that are read as ``reading`` says."""
         made = {key: self.card[key] for key in ("order", "window", "lattice", "cap", "dtype") if key in self.card}
-        return replace(reading, **made, encoder=self.encoder or reading.encoder, images=self.images)
+        rule, regions = self.card.get("regions"), reading.regions
+        if rule is not None or regions is not None:
+            from gated_srp.data.regions import as_trained  # not above: rarely so
+
+            regions = as_trained(rule, regions, self.path)
+        return replace(reading, **made, encoder=self.encoder or reading.encoder, images=self.images, regions=regions)
 
     def calibrated(self, logits: Tensor) -> Columns:
         """Calibrated columns of (B, K) logits: those over the temperature that was fitted on validation."""
@@ -172,6 +178,18 @@ def open_runs(runs: Sequence[str | Path | TrainedRun]) -> list[TrainedRun]:
                     cure="Only runs of one task on the same features can be averaged; predict with each by itself.",
                 )
     return members
+
+
+def drawn_for(runs: Sequence[TrainedRun], annotations: str | Path | None) -> Regions | None:
+    """The folder of annotations for runs that were trained on regions, whose rule is in their cards; useless for others."""
+    if annotations is None:
+        return None
+    if not any(run.card.get("regions") for run in runs):
+        what = "no run was trained on regions, so annotations would change nothing"
+        raise UserError(what, where=annotations, cure="Leave --annotations out.", kind="regions")
+    from gated_srp.data.regions import folder_of  # not above: rarely so
+
+    return folder_of(annotations)
 
 
 def average(runs: Sequence[TrainedRun], logits: Sequence[Tensor]) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from gated_srp.config.cohort import open_cohort
+from gated_srp.config.cohort import open_cohort, preparation
 from gated_srp.config.load import load_config
 from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import UserError, counted
@@ -120,7 +120,7 @@ class _Files(NamedTuple):
         config = load_config(place)
         found = {name: Path(file) for name, file in open_cohort(config).matches.found.items()}
         known = known_of(TrainedRun.open(run.path), list(found.values()), place)
-        return cls(found, Preparation(**config.reading), known)
+        return cls(found, Preparation(**config.reading, regions=preparation(config).regions), known)
 
 
 def side_by_side(
