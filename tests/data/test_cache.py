@@ -226,7 +226,7 @@ def test_a_killed_writer_leaves_no_broken_entry(tmp_path, cache):
         process.join(30)
         entry = cache.entry(file, PLAIN)
         if entry.exists():  # whole or not at all
-            found = cache_module._load(entry, file, cache_module.identify(file), PLAIN.lattice, check=True)
+            found = cache_module._load(entry, file, cache_module.identify(file, PLAIN), PLAIN.lattice, check=True)
             assert found is not None
             assert_same(found, expected)
         assert_same(cache.read(file, PLAIN), expected)
@@ -261,7 +261,7 @@ def test_warnings_come_back_with_their_parts_also_from_entries_of_version_0_1(ca
     assert [note.kind for note in found.warnings][-1] == "cap"
     text = replace(made, warnings=("stride: 512 was given. Leave it out.",))
     monkeypatch.setattr(cache_module, "asdict", lambda value: value if isinstance(value, str) else asdict(value))
-    cache_module._store(cache.entry(file, capped), text, cache_module.identify(file))
+    cache_module._store(cache.entry(file, capped), text, cache_module.identify(file, capped))
     assert cache.read(file, capped).warnings == (Note("warning", "stride", "512 was given. Leave it out."),)
 
 
