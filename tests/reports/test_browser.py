@@ -90,6 +90,8 @@ def test_search_keeps_rows_with_every_word(page):
     assert page.locator("#slides1-n").inner_text() == "1 of 13"
     field.fill("alert p12")
     assert column(page, "slides1", 1) == [HOSTILE]
+    field.fill("s03 p12")  # each word in another row
+    assert column(page, "slides1", 1) == []
     field.fill("nothing like it")
     assert column(page, "slides1", 1) == []
     field.fill("")
@@ -134,6 +136,7 @@ def test_a_phone_needs_no_sideways_scrolling(browser, path, scheme):
     page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     page.goto(path.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert "width=device-width" in page.locator("meta[name=viewport]").get_attribute("content")  # which no laptop obeys
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 28)"
     assert dark == (scheme == "dark")
     page.close()
@@ -195,6 +198,7 @@ def test_the_page_of_explain_answers_first_and_fits_a_phone_and_a_laptop(browser
     page.goto(explained.as_uri())
     assert page.locator(".headline").inner_text().startswith("The model says: predicted ")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert "width=device-width" in page.locator("meta[name=viewport]").get_attribute("content")
     assert page.evaluate("[...document.images].every(one => one.complete && one.naturalWidth > 0)")
     beside = page.evaluate(
         "(([a, b]) => a.getBoundingClientRect().top === b.getBoundingClientRect().top)(document.querySelectorAll('main section:not(.whole)'))"

@@ -97,6 +97,12 @@ def test_the_command_goes_from_a_slide_to_the_page(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     run = _run(tmp_path / "run", **CARD)
+    half = _run(tmp_path / "half", **CARD, stride=[{"value": 32, "unit": "px", "um": 16.0}], encoder="mine")
+    wrong = _command(half, tmp_path / "x.tif", "-o", tmp_path / "none", "-e", "my_encoder_for_explain:mine").exception
+    assert isinstance(wrong, UserError) and not (tmp_path / "none").exists()  # before the slide is read
+    assert (
+        wrong.what == "patches of 64 pixels lie 32 um apart at 20x, but 16 um in training" and "--size 32" in wrong.cure
+    )
     said = _command(run, tmp_path / "x.tif", "-o", tmp_path / "out", "-e", "my_encoder_for_explain:mine")
     assert said.exit_code == 0, (said.output, said.exception)
     text = (tmp_path / "out" / "x.html").read_text()

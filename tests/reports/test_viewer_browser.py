@@ -167,6 +167,9 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    stage, aside = (page.locator(part).first.bounding_box() for part in (".stage", "aside"))
+    assert stage["width"] > 380 and aside["y"] > stage["y"] + stage["height"]  # one below the other
+    assert "width=device-width" in page.locator("meta[name=viewport]").get_attribute("content")  # which no laptop obeys
 
 
 def test_the_overlay_lies_on_the_patches(page):

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -23,6 +24,7 @@ from gated_srp.progress import Progress, silent
 from gated_srp.reports.draw import is_quiet
 from gated_srp.reports.heatmap import draw_slide, known_beside
 from gated_srp.reports.maps import SlideView, view_slide
+from gated_srp.slides.encoders import find_encoder
 from gated_srp.slides.extract import extract
 from gated_srp.slides.ome_zarr import is_ome_zarr
 from gated_srp.slides.reader import slide_name
@@ -129,22 +131,41 @@ def explain(
         cure = "Make feature files of all of them with `gated-srp extract`, then explain one of these, with --table."
         raise UserError("the model sees all slides of a patient at once", where=slide, cure=cure)
     options: dict[str, Any] = {"encoder": encoder, "weights": weights, "size": size, "magnification": magnification}
-    file, notes = features_of_slide(run, slide, out / "features", mpp=mpp, progress=progress, **options)
+    file, notes = features_of_slide(run, slide, out / "features", mpp=mpp, force=force, progress=progress, **options)
     found = explain_file(run, file, out, image=slide, table=table, annotations=annotations, force=force)
     return replace(found, notes=(*notes, *found.notes))
 
 
 def features_of_slide(
-    run: Path, slide: Path, folder: Path, *, encoder: str | None = None, progress: Progress = silent, **options: Any
+    run: Path,
+    slide: Path,
+    folder: Path,
+    *,
+    encoder: str | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+    **options: Any,
 ) -> tuple[Path, tuple[Note, ...]]:
     """The feature file of a slide image, made with the encoder of a run where it is not there yet; ``options`` as of `extract`.
 
-    Notes say what could not be compared where it was there.
+    Notes say what could not be compared where it was there. Patches of quite another size than in training are refused at once.
     """
+    encoder = encoder or _encoder_of(run)
+    size, magnification = options.get("size") or find_encoder(encoder).tile, options.get("magnification") or 20.0
+    apart, trained = (
+        size * 10 / magnification,
+        [entry.get("um") for entry in TrainedRun.open(run).card.get("stride", [])],
+    )
+    known = sorted({um for um in trained if um})
+    if known and not force and not any(math.isclose(apart, um, rel_tol=0.25) for um in known):
+        pixels = " or ".join(f"--size {um * magnification / 10:.0f}" for um in known[:3])
+        said = f"patches of {size} pixels lie {apart:g} um apart at {magnification:g}x, but {known[0]:g} um in training"
+        cure = f"Add {pixels}. If patches overlapped in training, make the features as then, and name their file."
+        raise UserError(said, where=slide, cure=cure, kind="stride")
     outcome = extract(
         [slide],
         folder,
-        encoder=encoder or _encoder_of(run),
+        encoder=encoder,
         progress=lambda event: progress(event) if event.stage == "patches" else None,
         **options,
     )

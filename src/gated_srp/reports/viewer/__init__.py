@@ -202,6 +202,7 @@ def view(
     wsi: str | Path | None = None,
     export: str | Path | None = None,
     features: str | Path = "viewed",
+    size: int | None = None,
     coords: str | Path | None = None,
     table: str | Path | None = None,
     stride: float | None = None,
@@ -216,6 +217,7 @@ def view(
         wsi: the slide image, or the folder with the images, where the feature files do not name them.
         export: write a folder that opens from the disk, and return it.
         features: folder for features of slide images.
+        size: pixels of a patch of slide images; the encoder's own if not set.
         coords: folder of positions, where feature files have none and they do not lie beside them.
         table: as in `heatmap`, for runs whose bags are patients, or with covariates.
         stride: distance between patches, where the file's is wrong.
@@ -236,7 +238,7 @@ def view(
     found: list[ViewedSlide] = []
     for place in given:
         if (place.suffix.lower() in ENDINGS and place.suffix.lower() not in CONTAINERS) or is_ome_zarr(place):
-            file, notes = features_of_slide(paths[0], place, Path(features), progress=progress)
+            file, notes = features_of_slide(paths[0], place, Path(features), size=size, force=force, progress=progress)
             for note in notes:
                 _LOG.warning("%s", note)
             found.append(ViewedSlide(file, place))
