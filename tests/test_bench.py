@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from gated_srp_bench import measure as bench
-from gated_srp_bench.figures import figures, full_figures
+from gated_srp_bench.figures import figures, full_figures, read_rows
 from gated_srp_bench.measure import Row, predict_operations
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
@@ -184,13 +184,30 @@ def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, 
     monkeypatch.setattr(bench, "memory_arms", weighed)
     monkeypatch.setattr(bench, "growth", lambda sizes: [Row(n, "growth", "gated_srp", "float32", 1.0) for n in sizes])
     monkeypatch.setattr(bench, "peak", lambda *a: Row(*a, seconds=1.0, peak_mb=1024.0))
+    how = {"one by one": 2.0, "packed": 1.0}
+    monkeypatch.setattr(
+        bench, "windows", lambda sizes: [Row(n, "window", a, "float32", s) for n in sizes for a, s in how.items()]
+    )
     done = CliRunner().invoke(app, ["bench", "--full", "--json", str(tmp_path / "rows.json")])
     assert done.exit_code == 0, done.output
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["tokens"] for row in rows} == {512, 2_048, 10_000, 49_152, 160_000, 1_000_000}
-    assert {row["phase"] for row in rows} == {"prepare", "predict", "train", "multiply", "growth", "stream"}
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert "threads, torch" in written["machine"]
+    rows = written["rows"]
+    assert {row["tokens"] for row in rows} == {77, 512, 2_048, 10_000, 49_152, 160_000, 1_000_000}
+    assert {row["phase"] for row in rows} == {"prepare", "predict", "train", "multiply", "growth", "stream", "window"}
+    assert len(read_rows(tmp_path / "rows.json")) == len(rows)
     for promise in ("prepare, textbook / ours", "share of the multiply rate", "against 10,000 ", "<= 20 yes"):
         assert promise in done.output
+
+
+def test_windows_are_timed_per_bag_one_by_one_and_packed():
+    rows = bench.windows((9,), bags=2, repeats=2)
+    assert [(r.tokens, r.phase, r.arm, len(r.turns)) for r in rows] == [
+        (9, "window", "one by one", 2),
+        (9, "window", "packed", 2),
+    ]
+    (figure,) = figures([Row(9, "window", "one by one", "float32", 3.0), Row(9, "window", "packed", "float32", 1.5)])
+    assert (figure.value, figure.bound, figure.holds) == (2.0, 1.6, True)
 
 
 def test_without_the_benchmark_the_command_says_where_to_find_it(monkeypatch):

@@ -144,6 +144,8 @@ def _bench_models(full: bool, output: Path | None) -> "list[Figure]":
             say(f"memory of {tokens:,} patches, each figure in a process of its own ...")
             rows += measure.memory_arms(tokens)
         _save(rows, output)
+    say("windows of small slides, one by one and packed ...")
+    rows += measure.windows((77, 512))
     if full:
         rows += measure.growth((10_000, 160_000))
         say("one slide of 1,000,000 patches, half precision, memory-mapped ...")
@@ -158,10 +160,10 @@ def _bench_models(full: bool, output: Path | None) -> "list[Figure]":
 def _save(rows: "list[Row]", output: Path | None) -> None:
     from dataclasses import asdict
 
-    _write_json([asdict(row) for row in rows], output)
+    _write_json({"machine": _machine(), "rows": [asdict(row) for row in rows]}, output)
 
 
-def _write_json(rows: list[dict[str, Any]], output: Path | None) -> None:
+def _write_json(rows: list[dict[str, Any]] | dict[str, Any], output: Path | None) -> None:
     import json
 
     from gated_srp.files import write_whole
@@ -171,17 +173,22 @@ def _write_json(rows: list[dict[str, Any]], output: Path | None) -> None:
 
 
 def _describe_machine() -> None:
+    from gated_srp.machine import bf16_environment, has_bf16
+
+    note = ", bf16 without AMX (this machine announces it and cannot run it)" if bf16_environment() else ""
+    say(_machine() + (note if has_bf16() else ", no instructions for bf16: asked for bf16, it computes in float32"))
+
+
+def _machine() -> str:
     import platform
 
     import torch
 
-    from gated_srp.machine import bf16_environment, has_bf16, processor
+    from gated_srp.machine import has_bf16, processor
 
-    note = ", bf16 without AMX (this machine announces it and cannot run it)" if bf16_environment() else ""
-    note = note if has_bf16() else ", no instructions for bf16: asked for bf16, it computes in float32"
-    say(
-        f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}{note}"
-    )
+    kind = f"{torch.backends.cpu.get_cpu_capability()}, {'with' if has_bf16() else 'without'} bf16"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{processor()} ({kind}), {torch.get_num_threads()} threads, {versions}"
 
 
 def _print_rows(rows: "list[Row]") -> None:

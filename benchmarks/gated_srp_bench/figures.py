@@ -84,9 +84,17 @@ def figures(rows: list[Row]) -> list[Figure]:
         peaks = {(row.phase, row.arm): row.peak_mb for row in here if row.peak_mb is not None}
         if ("train", "na") in peaks:
             found += _memory_figures(tokens, peaks)
+    found += _window_figures(rows)
     if any(row.phase == "stream" for row in rows):
         found += full_figures(rows)
     return found
+
+
+def _window_figures(rows: list[Row]) -> Iterator[Figure]:
+    turns = {(row.tokens, row.arm): _turns(row) for row in rows if row.phase == "window"}
+    for tokens in sorted({tokens for tokens, _ in turns}):
+        pairs = list(zip(turns[tokens, "one by one"], turns[tokens, "packed"], strict=True))
+        yield _ratio(tokens, "training bags, one by one / packed", pairs, 1.6 if tokens < 512 else 1.3)
 
 
 def _time_figures(tokens: int, rows: list[Row]) -> Iterator[Figure]:
@@ -103,7 +111,7 @@ def _time_figures(tokens: int, rows: list[Row]) -> Iterator[Figure]:
     yield _ratio(
         tokens, "prepare, textbook / ours", pairs("prepare", ("textbook", "gated_srp")), 20 if tokens < 49_152 else 25
     )
-    for phase, plain, half in (("predict", 2.5, 5), ("train", 1.7, 3)):
+    for phase, plain, half in (("predict", 3.5, 5), ("train", 3, 3)):
         yield _ratio(tokens, f"prepare + {phase}, float32", with_preparation(phase, "float32"), plain)
         yield _ratio(tokens, f"prepare + {phase}, ours bf16", with_preparation(phase, "bfloat16"), half)
         both = [(b, a) for a, b in pairs(phase, ("gated_srp", "gated_srp"), "bfloat16")]
@@ -141,11 +149,12 @@ def full_figures(rows: list[Row]) -> list[Figure]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `bench --json` wrote."""
+    """The measurements that `bench --json` wrote; older files have nothing else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return [Row(**{**row, "turns": tuple(row.get("turns", ()))}) for row in content]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        rows = content["rows"] if isinstance(content, dict) else content
+        return [Row(**{**row, "turns": tuple(row.get("turns", ()))}) for row in rows]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         cure = "Name a file that `gated-srp bench --json FILE` has written."
         raise UserError(f"cannot be read as measurements ({error})", where=path, cure=cure) from None
 

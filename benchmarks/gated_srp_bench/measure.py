@@ -35,14 +35,15 @@ class Slide:
     features: Tensor
 
 
-def make_coords(tokens: int) -> Tensor:
+def make_coords(tokens: int, seed: int = 0) -> Tensor:
     side = int((tokens / 0.7) ** 0.5) + 1
-    kept = torch.randperm(side * side, generator=torch.Generator().manual_seed(tokens))[:tokens].sort().values
+    kept = torch.randperm(side * side, generator=torch.Generator().manual_seed(tokens + seed))[:tokens].sort().values
     return torch.stack([kept // side, kept % side], dim=1) * STRIDE
 
 
-def make_slide(tokens: int) -> Slide:
-    return Slide(make_coords(tokens), torch.randn(tokens, IN_DIM, generator=torch.Generator().manual_seed(tokens)))
+def make_slide(tokens: int, seed: int = 0) -> Slide:
+    draw = torch.Generator().manual_seed(tokens + seed)
+    return Slide(make_coords(tokens, seed), torch.randn(tokens, IN_DIM, generator=draw))
 
 
 class Ours:
@@ -112,7 +113,8 @@ def _precision(dtype: str) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``arm``: textbook, gated_srp, na, or machine (phase multiply: a bare matrix product).
+    """One measurement. ``arm``: textbook, gated_srp, na, machine (phase multiply: a bare matrix product), or how the bags of a
+    window were computed (phase window: seconds per bag).
     ``dtype``: float32, bfloat16, or what the features are stored in. ``turns``: the seconds of each turn, of which ``seconds`` is the
     median; jobs of one phase took turns, so the same place in two rows is the same moment."""
 
@@ -211,6 +213,34 @@ def growth(sizes: Iterable[int]) -> list[Row]:
         subject.prepare()
     jobs = {(str(n),): lambda s=s: run_phase(s, "predict", "float32") for n, s in subjects.items()}
     return [Row.of(int(n), "growth", "gated_srp", "float32", turns) for (n,), turns in turns_of(jobs, 3).items()]
+
+
+def windows(sizes: Iterable[int], *, bags: int = 8, repeats: int = 9) -> list[Row]:
+    """Seconds per training bag of a window of small slides, one by one and packed (`train.pack`), taking turns."""
+    from gated_srp.models.fast.packed import packed_logits
+    from gated_srp.training.optim import flat_gradients
+
+    model = build_model("gated_srp", in_dim=IN_DIM, num_outputs=4, seed=0).train()
+    flat_gradients(model)  # as in training: gradients are added where they lie
+    keep = model.draw_keep(bags, generator=torch.Generator().manual_seed(0))
+    target = torch.arange(bags) % 4
+    loss = torch.nn.functional.cross_entropy
+    rows = []
+    for tokens in sizes:
+        slides = [make_slide(tokens, seed) for seed in range(bags)]
+        window = [(s.features, PatchGraph.from_coords(s.coords, s.features, stride=STRIDE)) for s in slides]
+
+        def one_by_one(window: Any = window) -> None:
+            for bag, (features, graph) in enumerate(window):
+                some = slice(bag, bag + 1)
+                (loss(model(features[None], graph, keep[..., some]), target[some]) / bags).backward()
+
+        def packed(window: Any = window) -> None:
+            loss(packed_logits(model, window, keep), target).backward()
+
+        for name, turns in turns_of({"one by one": one_by_one, "packed": packed}, repeats).items():
+            rows.append(Row.of(tokens, "window", name, "float32", [seconds / bags for seconds in turns]))
+    return rows
 
 
 def measure_peak(tokens: int, phase: str, arm: str, dtype: str) -> dict[str, float]:

@@ -149,6 +149,20 @@ def test_a_compiled_model_gives_the_same_numbers(arm):
         torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-3)
 
 
+def test_slides_of_all_lengths_compile_twice_and_without_a_graph_break():
+    """Once for the first length, once for all others: a set of lengths and a branch on the last segment made it once per length."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = awake(build_model("gated_srp", **{**SMALL, "depth": 2, "num_landmarks": 8}))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for patches in (20, 30, 9, 61):  # of 9 nothing is left after 5 segments of 2 rows
+        features, coords = bag(patches)
+        graph = graph_of(features, coords)
+        torch.testing.assert_close(compiled(features, graph), model(features, graph), atol=1e-5, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
 def test_the_dense_model_exports():
     features, coords = bag(25)
     graph = graph_of(features, coords)

@@ -134,6 +134,11 @@ def segment_size(rows: int, count: int) -> int:
 
 def means_of_segments(x: Tensor, size: int) -> Tensor:
     rows = x.shape[1]
+    if torch.compiler.is_compiling():  # one form for every length: a branch on what is left would compile once more
+        segments = -(-rows // size)
+        filled = F.pad(x, (0, 0, 0, segments * size - rows)).unflatten(1, (segments, size))
+        counts = (rows - size * torch.arange(segments, device=x.device)).clamp(max=size)
+        return filled.sum(2) / counts.unsqueeze(-1).to(x.dtype)
     rest = rows % size
     body, tail = torch.split(x, [rows - rest, rest], dim=1)  # its backward is one cat; that of slices fills zeros
     means = body.unflatten(1, (-1, size)).mean(2)
@@ -141,7 +146,9 @@ def means_of_segments(x: Tensor, size: int) -> Tensor:
 
 
 def check_one_length(graph: PatchGraph) -> None:
-    if len(set(graph.lengths)) > 1:
+    if any(
+        patches != graph.lengths[0] for patches in graph.lengths[1:]
+    ):  # no set: a compiler would make constants of them
         what = f"Nystrom attention takes one bag per batch, or bags of one length; here the lengths are {graph.lengths}"
         cure = "Call the model bag by bag and accumulate gradients, or use an arm with dense attention (vit4)."
         raise UserError(what, cure=cure)

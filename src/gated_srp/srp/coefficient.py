@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gated_srp.srp import projection
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.srp.projection import composed, wide
 
@@ -177,6 +178,8 @@ class SignedGate(Coefficient):
         if not self.live:
             component, norm = component.detach(), norm.detach()
         with torch.autocast(component.device.type, enabled=False):
+            if self.bound is signed and not self.live and projection.by_kernels(component):
+                return self._by_kernel(component, norm, graph)
             logit = torch.zeros_like(component)  # (R, H)
             if self.token_hidden is not None:
                 logit = logit + self._token_logit(norm, graph)  # (R, 1)
@@ -186,6 +189,16 @@ class SignedGate(Coefficient):
                 if bias is not None:
                     logit = logit + wide(bias)
             return self.bound(logit, self.delta)
+
+    def _by_kernel(self, component: Tensor, norm: Tensor, graph: PatchGraph) -> Tensor:
+        from gated_srp.srp import fused  # needs triton
+
+        heads = component.shape[1]
+        token = norm.new_zeros(len(norm), 1) if self.token_hidden is None else self._token_logit(norm, graph)
+        weight = norm.new_zeros(heads, 3) if self.head_weight is None else wide(self.head_weight)
+        found = [wide(one) for one in (self.head_bias, self.layer_head_bias) if one is not None]
+        bias = sum(found[1:], found[0]) if found else norm.new_zeros(heads)
+        return fused.gate(component, norm, token, weight, bias, self.delta)
 
     @property
     def largest(self) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gated_srp.errors import UserError
+from gated_srp.srp import projection
 from gated_srp.srp.coefficient import Coefficient, SignedGate
 from gated_srp.srp.direction import Direction, NeighbourMean
 from gated_srp.srp.graph import PatchGraph
@@ -57,6 +58,9 @@ class GatedSRP(nn.Module):
         """The corrected heads, in the shape and dtype of y."""
         self._check(y, v, graph)
         y_rows, v_rows = _rows(y), _rows(v)  # (R, H, D)
+        if self._fused(y):
+            z = self._by_kernels(y_rows, v_rows, graph)
+            return z.view(len(y), -1, *z.shape[1:]).transpose(1, 2)  # (B, H, L, D)
         axis = self.direction(v_rows, graph)
         if self._composed():
             axis = unit(axis)
@@ -71,7 +75,7 @@ class GatedSRP(nn.Module):
 
     def linear(self, y: Tensor, v: Tensor, graph: PatchGraph, layer: nn.Linear) -> Tensor:
         """layer(merge_heads(self(y, v, graph))), with the corrected heads recomputed in backward instead of kept: (B, L, O)."""
-        if self._composed():
+        if self._composed() or self._fused(y):
             z = self(y, v, graph)
             merged: Tensor = layer(z.transpose(1, 2).flatten(2))
             return merged
@@ -96,6 +100,8 @@ class GatedSRP(nn.Module):
 
         A row's axis, diagnostics, beta and correction depend on other rows through v alone, so one pass does it all.
         """
+        if self._fused(v):  # all rows at once
+            return lambda y, rows: self._by_kernels(_rows(y), _rows(v), graph)
         axis_at = self.direction.axis_at(_rows(v), graph)
 
         def correct(y: Tensor, rows: slice) -> Tensor:
@@ -109,6 +115,16 @@ class GatedSRP(nn.Module):
     def _composed(self) -> bool:
         """Whether the equations are left to autograd or a compiler, one by one, instead of passing over row chunks."""
         return self.direction.learned or self.coefficient.live or composed()
+
+    def _fused(self, y: Tensor) -> bool:
+        return type(self.direction) is NeighbourMean and not self._composed() and projection.by_kernels(y)
+
+    def _by_kernels(self, y: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
+        from gated_srp.srp import fused  # needs triton
+
+        lists = (graph.neighbours, graph.offsets)
+        measured = fused.measure(y, v, lists)
+        return fused.corrected(y, v, self.coefficient(measured.component, measured.norm, graph), measured, lists)
 
     def _check(self, y: Tensor, v: Tensor, graph: PatchGraph) -> None:
         if y.ndim != 4 or y.shape != v.shape or y.shape[1] != self.num_heads:

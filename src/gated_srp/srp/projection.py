@@ -5,6 +5,7 @@ Shapes: L rows, E neighbour entries, C channels, D head width; ``...`` any leadi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ def wide(x: Tensor) -> Tensor:
 def composed() -> bool:
     """Whether a compiler or a function transform (torch.func) is at work: then equations are left to it one by one."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def by_kernels(y: Tensor) -> bool:
+    """Whether fused kernels (`srp.fused`) take over: on a GPU with Triton, for numbers that they have; a compiler fuses by itself."""
+    return y.is_cuda and y.dtype != torch.float64 and not composed() and find_spec("triton") is not None
 
 
 def neighbour_mean(rows: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:

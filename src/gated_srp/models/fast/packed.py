@@ -105,7 +105,7 @@ def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], 
         else:
             x = _block(block, x, pack, factor)
         if number == 0 and model.ppeg is not None and len(model.blocks) > 1:
-            x = torch.cat([model.ppeg(part).flatten(0, 1) for part in pack.split(x)])
+            x = _joined([model.ppeg(part).flatten(0, 1) for part in pack.split(x)])
     given = [bags[bag][1].covariates for bag in pack.order]
     known = [one for one in given if one is not None]
     graph = pack.graph.with_covariates(torch.cat(known)) if known else pack.graph
@@ -136,7 +136,7 @@ def _attention(block: Block, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
         return _nystrom(block.attn, x, pack, all_rows=block.patches)
     attend = block.attn if block.patches else block.attn.first_row
     parts = [attend(part, group) for part, group in zip(pack.split(x), pack.groups, strict=True)]
-    y, v = (torch.cat([_rows(heads) for heads in some]) for some in zip(*parts, strict=True))
+    y, v = (_joined([_rows(heads) for heads in some]) for some in zip(*parts, strict=True))
     return y.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
@@ -158,7 +158,7 @@ def _nystrom(attention: NystromAttention, x: Tensor, pack: Pack, *, all_rows: bo
         of_heads = [split_heads(part, heads) for part in (query, key, value, mean, segment_means(key, count))]
         outputs.append(_rows(_few_landmarks(count, *of_heads)))
     v = v if all_rows else v.index_select(0, pack.cls_rows)
-    return torch.cat(outputs).transpose(0, 1)[None], split_heads(v[None], heads)
+    return _joined(outputs).transpose(0, 1)[None], split_heads(v[None], heads)
 
 
 def _few_landmarks(count: int, q: Tensor, k: Tensor, v: Tensor, q_marks: Tensor, k_marks: Tensor) -> Tensor:
@@ -185,6 +185,10 @@ def _few_landmarks(count: int, q: Tensor, k: Tensor, v: Tensor, q_marks: Tensor,
         inverse = pinv(a, whole.sum(-1).amax((1, 2)) * highest.amax((1, 2)))
         u = ((inverse @ (u.float() * length.unsqueeze(-1))) / length.unsqueeze(-1)).to(dtype)
     return F.scaled_dot_product_attention(q, k_marks, u, attn_mask=last.expand(q.shape[2], -1))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _rows(heads: Tensor) -> Tensor:
