@@ -138,7 +138,8 @@ def means_of_segments(x: Tensor, size: int) -> Tensor:
         segments = -(-rows // size)
         filled = F.pad(x, (0, 0, 0, segments * size - rows)).unflatten(1, (segments, size))
         counts = (rows - size * torch.arange(segments, device=x.device)).clamp(max=size)
-        return filled.sum(2) / counts.unsqueeze(-1).to(x.dtype)
+        averaged: Tensor = filled.sum(2) / counts.unsqueeze(-1).to(x.dtype)
+        return averaged
     rest = rows % size
     body, tail = torch.split(x, [rows - rest, rest], dim=1)  # its backward is one cat; that of slices fills zeros
     means = body.unflatten(1, (-1, size)).mean(2)
