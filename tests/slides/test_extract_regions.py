@@ -105,3 +105,10 @@ def test_the_command_takes_classes_and_refuses_one_that_nobody_drew(home, monkey
     with pytest.raises(UserError, match="nothing to choose by"):
         gated_srp.extract(home / "in", home / "out", encoder=mean_colour(), regions={"annotations": "x"}, workers=0)
     assert not list(home.rglob("*.h5"))
+
+
+def test_features_without_ink_are_others_than_those_with_it(home):
+    slide, how = home / "in" / "a.tif", settings(home)
+    extract_slides([slide], how)
+    with pytest.raises(UserError, match="exclude_pen None, asked True"):
+        extract_slides([slide], replace(how, tiling=Tiling(size=64, exclude_pen=True)))

@@ -12,6 +12,7 @@ from gated_srp.slides.reader import SlideError, SlideImage, find_slides, nominal
 from gated_srp.slides.tiles import (
     Tiling,
     TissueMask,
+    find_pen,
     find_tissue,
     footprint,
     lattice,
@@ -224,3 +225,52 @@ def test_the_real_slide_is_cut_where_its_tissue_is(real_slide):
         }
         glass = [slide.read(*corner, level=0, size=(256, 256)) for corner in sorted(outside)]
     assert max((g.max(-1).astype(int) - g.min(-1) > 20).mean() for g in glass) < 0.35
+
+
+# Ink -------------------------------------------------------------------------------------------------------------------
+
+INKS = {
+    "blue": (35, 60, 165),
+    "green": (30, 120, 60),
+    "black": (25, 25, 28),
+    "red": (200, 30, 40),
+    "violet": (110, 40, 150),
+}
+
+
+def stained(size, seed=0):
+    """Stroma, epithelium and nuclei as H&E colours them, and glass."""
+    rng = np.random.default_rng(seed)
+    kinds = np.array([(225, 150, 190), (190, 110, 165), (95, 60, 130), (242, 241, 243)])
+    return (
+        (kinds[rng.integers(0, 4, size[::-1])] + rng.integers(-12, 13, (*size[::-1], 3))).clip(0, 255).astype(np.uint8)
+    )
+
+
+@pytest.mark.parametrize("ink", INKS)
+def test_blue_green_and_black_ink_is_found_red_and_violet_is_not_and_stain_never(ink):
+    image = stained((300, 240))
+    stroke = np.zeros((240, 300), bool)
+    stroke[100:125, 20:280] = True
+    image[stroke] = np.array(INKS[ink]) + np.random.default_rng(1).integers(-8, 9, (stroke.sum(), 3))
+    found = find_pen(image, microns=4.0)
+    assert found[stroke].mean() == pytest.approx(float(ink in ("blue", "green", "black")), abs=0.02)
+    assert not found[:90].any() and not found[135:].any()
+    image[40:44, 40:44] = INKS["blue"]  # a speck, smaller than any stroke
+    assert not find_pen(image, microns=4.0)[30:60, 30:60].any()
+
+
+def test_patches_with_ink_are_left_out_with_a_word_and_only_if_asked(tmp_path):
+    image = picture((1600, 1280), [(0, 0, 1600, 1280)])
+    image[290:360] = INKS["blue"]
+    path = write_slide(tmp_path / "a.tif", image, mpp=0.5)
+    whole, clean = (plan_slide(path, Tiling(size=128, exclude_pen=asked)) for asked in (False, True))
+    assert sorted({y for _, y in whole.coords.tolist()}) == [128 * i for i in range(10)] and not whole.notes
+    assert sorted({y for _, y in clean.coords.tolist()}) == [128 * i for i in range(10) if i != 2]
+    (note,) = clean.notes
+    assert f"12 of {10 * 12} patches left out for ink" in note.what
+
+
+def test_no_ink_is_found_on_the_real_slide(real_slide):
+    whole, clean = (plan_slide(real_slide, Tiling(size=256, exclude_pen=asked)) for asked in (False, True))
+    assert clean.coords.tolist() == whole.coords.tolist() and not clean.notes

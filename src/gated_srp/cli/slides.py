@@ -46,6 +46,9 @@ def extract(
     magnification: Magnification = 20.0,
     overlap: Annotated[int, Option(min=0, help="Pixels that neighbouring patches share.")] = 0,
     tissue: Annotated[float, Option(help="Least share of tissue in a patch that is kept.")] = 0.25,
+    exclude_pen: Annotated[
+        bool, Option("--exclude-pen", help="Leave out patches with blue, green or black ink; for H&E.")
+    ] = False,
     mpp: Annotated[
         str | None, Option(help="Microns per pixel of every slide, or a CSV with the columns wsi, mpp.")
     ] = None,
@@ -109,6 +112,7 @@ def extract(
             magnification=magnification,
             overlap=overlap,
             tissue=tissue,
+            exclude_pen=exclude_pen,
             mpp=mpp,
             layout=layout,
             regions=regions,

@@ -111,6 +111,7 @@ def extract(
     magnification: float = 20.0,
     overlap: int = 0,
     tissue: float = 0.25,
+    exclude_pen: bool = False,
     mpp: float | str | Path | Mapping[str, float] | None = None,
     layout: Literal["trident", "atlaspatch"] = "trident",
     regions: "Regions | Mapping[str, Any] | None" = None,
@@ -134,10 +135,10 @@ def extract(
         magnification: of the patches.
         overlap: pixels that neighbouring patches share.
         tissue: least share of tissue in a patch that is kept.
+        exclude_pen: leave out patches with blue, green or black ink of a marker (H&E alone; see docs/annotations.md).
         mpp: microns per pixel of every slide, or by slide name, or a CSV with the columns wsi and mpp.
         layout: whose files to write: TRIDENT's or AtlasPatch's.
-        regions: patches inside or outside drawn regions alone: ``{"annotations": "drawn/", "only": "tumour", "exclude": ["pen"]}``, with
-            ``cover`` and ``unannotated`` as in a cohort's YAML.
+        regions: patches inside or outside drawn regions alone, as in a cohort's YAML: ``{"annotations": "drawn/", "only": "tumour"}``.
         only: a file that lists the slides to take: one per line, or a CSV with the column wsi, relative to the folder ``slides``.
         save_patches: also write each patch as SLIDE/X_Y.png, X and Y in level-0 pixels.
         devices: processes that share the slides, each with an accelerator of its own.
@@ -157,11 +158,12 @@ def extract(
         mpp = noted if mpp is None else mpp
     else:
         found = find_slides(Path(slides)) if isinstance(slides, str | Path) else [Path(slide) for slide in slides]
+    cut: dict[str, Any] = {"overlap": overlap, "tissue": tissue, "exclude_pen": exclude_pen}
     spec = find_encoder(encoder) if isinstance(encoder, str) else encoder
     every, each = read_mpp(mpp)
     settings = Extraction(
         encoder=spec,
-        tiling=Tiling(size=size or spec.tile, magnification=magnification, overlap=overlap, tissue=tissue),
+        tiling=Tiling(size=size or spec.tile, magnification=magnification, **cut),
         layout=LAYOUTS[layout](Path(out)),
         weights=None if weights is None else Path(weights),
         mpp=each,
@@ -354,7 +356,7 @@ def _made_of(settings: Extraction, slide: Path) -> dict[str, Any] | None:
         return None
     with SlideImage(slide) as image:
         refuse_other_slide(settings.layout.path(job), made["slide"], identity(image.info))
-    wanted = {"regions": None} | job.settings()
+    wanted = {"regions": None, "exclude_pen": None} | job.settings()
     if "blocks" not in made["slide"]:
         made["normalisation"] = wanted["normalisation"]  # not recorded by versions 0.1 and 0.2
     if made and "resampling" not in made:  # of version 0.2, which knew no other way

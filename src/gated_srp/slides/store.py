@@ -50,7 +50,8 @@ class Job:
         """All settings that decide the features; a file made with others is refused."""
         tiling = self.tiling
         # Not recorded where nothing was drawn: such files are as those of versions that knew no regions.
-        drawn = {} if self.regions is None else {"regions": _drawn(self.regions, self.name)}
+        drawn: dict[str, Any] = {} if self.regions is None else {"regions": _drawn(self.regions, self.name)}
+        drawn |= {"exclude_pen": True} if tiling.exclude_pen else {}
         return {
             "patch_size": tiling.size,
             "target_magnification": tiling.magnification,

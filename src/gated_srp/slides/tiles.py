@@ -31,17 +31,24 @@ _OVERVIEW_SIDE = 4096  # its longest side at most
 _LARGEST = 1 << 16  # pixels of a patch's side
 _LEAST, _MOST = 12, 32  # of 255: noise on blank glass stays below the first, pale stroma and fat lie above the second
 _JOINED = 4  # pixels: strands this near to each other are one piece, as in fat or loose stroma
+# Ink, of 255 where nothing else is said
+_GREENER = 18  # by which green exceeds red
+_INK_SATURATION = 0.2  # least, as a share
+_BLACK, _NEUTRAL = 80, 30  # brighter, or more coloured: not black ink
+_STROKE_UM = 60.0  # microns of a square that a stroke fills at least
+_INKED = 0.05  # share of a patch from which on ink leaves it out
 _DARK = 30  # ink and shadow at the slide's edge: too dark for saturation to mean anything
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a cohort's slides are cut. ``tissue``: least share of tissue in a patch that is kept."""
+    """How a cohort's slides are cut. ``tissue``: least share of tissue in a patch that is kept; ``exclude_pen``: without ink."""
 
     size: int
     magnification: float = 20.0
     overlap: int = 0
     tissue: float = 0.25
+    exclude_pen: bool = False
 
     def __post_init__(self) -> None:
         if not 8 <= self.size <= _LARGEST or not 0 <= self.overlap < self.size:
@@ -146,10 +153,19 @@ def plan_slide(
     coords = lattice(info.size, where.side, where.stride)
     coords = coords[tissue.fraction(coords, where.side) >= max(tiling.tissue, 1e-9)] if len(coords) else coords
     notes: tuple[Note, ...] = ()
+    pen = None
+    if tiling.exclude_pen:
+        pen = TissueMask(find_pen(overview, microns=microns * scale), scale)
+        clean = coords[pen.fraction(coords, where.side) < _INKED] if len(coords) else coords
+        if lost := len(coords) - len(clean):
+            said = f"{lost} of {counted(len(coords), 'patch')} left out for ink of a pen"
+            notes = (Note("note", "pen", said, (str(path),)),)
+        coords = clean
     if regions is not None:
-        coords, notes = _within(regions, info, coords, where.side, microns)
+        coords, more = _within(regions, info, coords, where.side, microns)
+        notes += more
     if picture is not None:
-        write_image(preview(overview, tissue, coords, where.side), picture)
+        write_image(preview(overview, tissue, coords, where.side, pen), picture)
     return TilePlan(info, magnification, where, tiling, coords, notes)
 
 
@@ -238,6 +254,29 @@ def find_tissue(overview: np.ndarray, *, smallest: float, largest_hole: float) -
     return ~_without_small(~mask, largest_hole)
 
 
+def find_pen(overview: np.ndarray, *, microns: float) -> np.ndarray:
+    """Ink of a marker on an RGB overview of H&E (``microns`` per pixel): the mask (h, w), with a margin for soft edges.
+
+    Haematoxylin and eosin both take out green more than red, so where green is stronger than red it is neither: blue, cyan and green
+    ink. Black ink is dark and has no colour. Spots smaller than any stroke do not count. Red, orange and violet ink look as stained
+    tissue does and are not found; carbon pigment and dark shadows may be taken for black ink; other stains than H&E may be blue or green.
+
+    >>> tissue, ink = np.full((9, 9, 3), (170, 90, 150), np.uint8), np.full((9, 9, 3), (30, 90, 170), np.uint8)
+    >>> find_pen(tissue, microns=30).any(), find_pen(ink, microns=30).all()
+    (np.False_, np.True_)
+    """
+    red, green, blue = (
+        ndimage.median_filter(overview[..., i], size=3, mode="nearest").astype(np.int32) for i in range(3)
+    )
+    most, least = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
+    coloured = (green - red >= _GREENER) & (most - least >= _INK_SATURATION * most)
+    black = (most < _BLACK) & (most - least < _NEUTRAL)
+    strokes = _without_small(coloured | black, (_STROKE_UM / microns) ** 2)
+    disc = ndimage.generate_binary_structure(2, 1)
+    grown: np.ndarray = ndimage.binary_dilation(strokes, disc, iterations=2)
+    return grown
+
+
 def otsu(values: np.ndarray) -> int:
     """Otsu's threshold of bytes: values above it are the upper class.
 
@@ -255,9 +294,13 @@ def otsu(values: np.ndarray) -> int:
     return int(best.mean())  # a gap between the classes gives a plateau: its middle
 
 
-def preview(overview: np.ndarray, tissue: TissueMask, coords: np.ndarray, side: float) -> Image.Image:
-    """The overview with the tissue's outline (green) and the patches that are kept (blue)."""
+def preview(
+    overview: np.ndarray, tissue: TissueMask, coords: np.ndarray, side: float, ink: TissueMask | None = None
+) -> Image.Image:
+    """The overview with the tissue's outline (green), the patches that are kept (blue), and ink that was looked for (orange)."""
     picture = overview.copy()
+    if ink is not None:
+        picture[ink.mask ^ ndimage.binary_erosion(ink.mask, iterations=2)] = (240, 130, 0)
     picture[tissue.mask ^ ndimage.binary_erosion(tissue.mask, border_value=1)] = (0, 160, 60)
     image = Image.fromarray(picture)
     pen = ImageDraw.Draw(image)
