@@ -12,7 +12,9 @@ from factories import write_trident
 from toy_cohorts import open_config, planted, train_interrupted, write_yaml
 
 import gated_srp
+from gated_srp.config.cohort import open_cohort
 from gated_srp.data.covariates import Covariates, stored
+from gated_srp.data.exported_splits import export_splits
 from gated_srp.errors import UserError
 from gated_srp.models import build_model
 from gated_srp.training.inputs import load_inputs
@@ -302,3 +304,9 @@ def test_a_card_that_does_not_fit_its_weights_is_refused(finished):
     card = finished.card | {"covariates": finished.card["covariates"][:1]}
     with pytest.raises(UserError, match="its card does not describe its covariates"):
         _ = TrainedRun(finished.path, card).covariates
+
+
+def test_splits_for_other_tools_leave_covariates_out(cohort, tmp_path):
+    data = open_cohort(open_config(cohort))
+    export_splits([data.split(42)], data.table, tmp_path, "patho-bench")
+    assert list(pd.read_csv(tmp_path / "k=all.tsv", sep="\t")) == ["case_id", "slide_id", "label", "fold_0"]

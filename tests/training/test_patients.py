@@ -15,6 +15,8 @@ from gated_srp.data import BagCache, BagLoader, Preparation, SlideDataset, prepa
 from gated_srp.data.patients import PatientDataset, shares
 from gated_srp.errors import UserError
 from gated_srp.reports.maps import view_slide
+from gated_srp.reports.page.contents import FinishedRun
+from gated_srp.reports.page.sides import _Files, _tested
 from gated_srp.srp import PatchGraph
 from gated_srp.training.train import train
 from gated_srp.training.trained import TrainedRun, open_slide
@@ -222,3 +224,20 @@ def test_patients_with_one_slide_each_train_as_slides_do(tmp_path):
     columns = ["case", "label", "slides"]
     ours, theirs = (run.predictions("test", "case") for run in (slides, patients))
     assert ours[columns].equals(theirs[columns])
+
+
+def test_a_report_draws_maps_of_patients_slide_by_slide(cohort, finished):
+    """Each test slide with its patient's prediction, and the other slides that its bag needs."""
+    run = FinishedRun(finished.path)
+    table, cases = _tested(run), finished.predictions("test", "case").set_index("case")
+    slides = pd.read_csv(cohort.parent / "table.csv").set_index("slide")["case"]
+    assert sorted(table["slide"]) == sorted(slides.index[slides.isin(cases.index)])
+    for row in table.itertuples():
+        assert row.case == slides[row.slide] and row.prob_tumour == cases.loc[row.case, "prob_tumour"]
+    files = _Files.of(run)
+    for slide, file in files.of_slide.items():
+        others = {other for other in slides.index[slides == slides[slide]] if other != slide}
+        assert {path.stem for path in files.known[file]["beside"]} == others
+    with_both = next(slide for slide in table["slide"] if files.known[files.of_slide[slide]]["beside"])
+    view = view_slide(run.path, files.of_slide[with_both], known=files.known[files.of_slide[with_both]])
+    assert "patient; slide" in view.prediction

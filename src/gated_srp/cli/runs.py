@@ -139,7 +139,8 @@ def embed(
         found = run_on(run, features, out=output, patches=patches, **keys, **how)
     _say(found.notes, found.skipped)
     count, width = found.features.shape
-    say(f"{counted(count, 'slide')} as vectors of {width} numbers, {len(found.skipped)} skipped")
+    what = "patient" if found.run.patients else "slide"
+    say(f"{counted(count, what)} as vectors of {width} numbers, {len(found.skipped)} skipped")
     say_written(found.written[-3:])
     if len(found.written) > 3:
         say(f"and {counted(len(found.written) - 3, 'other file')}")

@@ -66,7 +66,9 @@ def _stamp(parts: list[pd.Series], table: Table) -> dict[str, str]:
 def _patho_bench(parts: list[pd.Series], table: Table) -> dict[str, str]:
     import yaml
 
-    labels = [str(name) for name in table.frame if name not in _NOT_LABELS]
+    from gated_srp.data.covariates import stored
+
+    labels = [str(name) for name in table.frame if name not in _NOT_LABELS and not str(name).startswith(stored(""))]
     columns = [table.frame[name].map(lambda cell: spreadsheet_safe(str(cell))) for name in ("case", *labels)]
     columns.insert(1, _slide_ids(table))
     rows = zip(*columns, *(part.fillna("") for part in parts), strict=True)

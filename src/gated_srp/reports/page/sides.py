@@ -194,9 +194,17 @@ def _pairs(contents: Contents) -> Iterator[list[_Pair]]:
             for unit in sorted(set(units[reference]) & set(units[gated])) if gated != reference else ():
                 runs = units[reference][unit], units[gated][unit]
                 with suppress(UserError):
-                    table = runs[1].predictions("test", "slide")
+                    table = _tested(runs[1])
                     found += [_Pair(str(cohort), runs, table)] if "slide" in table else []
             yield found
+
+
+def _tested(run: FinishedRun) -> pd.DataFrame:
+    """Predictions of its test slides; where a bag is a patient, the patient's for each of its slides."""
+    if run.settings.get("bag") != "patient":
+        return run.predictions("test", "slide")
+    cases = run.predictions("test", "case")
+    return run.features[["slide", "case"]].merge(cases.drop(columns="slides", errors="ignore"), on="case")
 
 
 # One slide ------------------------------------------------------------------------------------------------------------
