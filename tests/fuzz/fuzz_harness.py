@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sys.path[:0] = [str(_HERE.parent), str(_HERE)]
+    sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE.parent / "slides")]
     if options.work:
         plan, seed, home = options.work
         work(json.loads(plan), int(seed), Path(home))

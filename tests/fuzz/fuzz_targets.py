@@ -137,6 +137,15 @@ def _slides(folder: Path) -> Iterator[Path]:
         yield path
 
 
+def _ome_zarr(folder: Path) -> Iterator[Path]:
+    from slides.test_ome_zarr import write_ome_zarr
+
+    pixels = np.random.default_rng(0).integers(1, 255, (96, 160, 3), np.uint8)
+    for number, version in enumerate(("0.4", "0.5")):
+        (folder / str(number)).mkdir(parents=True)
+        yield write_ome_zarr(folder / str(number) / "s.zarr", pixels, axes=("tczyx", "yxc")[number], version=version)
+
+
 def _read_slide(path: Path) -> None:
     from gated_srp.slides.reader import SlideImage
 
@@ -294,7 +303,9 @@ def _read_run(path: Path) -> None:
 
 
 def _use(run: Any) -> None:
-    str(run), run.task, run.encoder, run.images, run.temperature, run.features, run.width, run.preparation()
+    str(run), run.task, run.encoder, run.images, run.temperature, run.features, run.width, run.covariates, run.patients
+    if not run.card.get("regions"):  # whose annotations are not here
+        run.preparation()
     run.load()
 
 
@@ -336,6 +347,16 @@ def _models(folder: Path) -> Iterator[Path]:
         card |= {"stride": [{"value": 512.0, "unit": "px", "um": 128.0}]}
         save_model(build_model(arm, in_dim=4, num_outputs=2, dim=12, num_heads=3, depth=1), path, card)
         yield path
+    card["covariates"] = [
+        {"name": "age", "mean": 50.0, "std": 9.5, "gaps": True},
+        {"name": "sex", "categories": ["f", "m"], "gaps": False},
+    ]
+    card["regions"] = {"only": ["tumour"], "exclude": ["pen"], "cover": 0.5, "unannotated": "refuse"}
+    model = build_model("na", in_dim=4, num_outputs=2, dim=12, num_heads=3, depth=1, covariates=4)
+    save_model(model, folder / "3" / "model.safetensors", card)
+    yield folder / "3" / "model.safetensors"
+    model.save_pretrained(folder / "4" / "hub", card=card)
+    yield folder / "4" / "hub"
 
 
 def _read_model(path: Path) -> None:
@@ -405,6 +426,7 @@ TARGETS: dict[str, Target] = {
     "zarr": Target(_read_features, _zarr),
     "images": Target(_read_image, _images),
     "slides": Target(_read_slide, _slides),
+    "ome_zarr": Target(_read_slide, _ome_zarr),
     "tables": Target(_read_table, _tables, 2.0),
     "settings": Target(_read_config, _configs, 2.0),
     "splits": Target(_read_split, _splits),
