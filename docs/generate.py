@@ -20,6 +20,7 @@ from gated_srp.models import ARMS, Sizes
 from gated_srp.tasks import every_task
 
 DOCS = Path(__file__).resolve().parent
+COSTS = DOCS.parent / "benchmarks" / "results" / "arms.json"
 _MADE = "*This page is made by `docs/generate.py`{}; do not edit it.*"
 
 
@@ -86,6 +87,9 @@ def _default(key: str) -> str:
 
 def arms_page() -> str:
     """Every arm with its size."""
+    rows_of_costs = json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.is_file() else []
+    costs = {row["arm"]: row for row in rows_of_costs}
+    phases = ("predict", "train") if costs else ()
     groups = {
         "nystrom": ("Slides, Nystrom attention", 1536),
         "vit4": ("Slides, dense attention (`vit4`)", 1536),
@@ -98,8 +102,8 @@ def arms_page() -> str:
         "An arm is a model by name: `train --arm NAME`, `compare --arms NAME,NAME`, `arms: [NAME, NAME]` in the YAML, "
         '`build_model("NAME", ...)` in Python; `gated-srp arms` prints this list. All run through the same loop, splits and statistics. '
         'Parameters are counted with four outputs, features of width 1536 and the default sizes. An arm that "starts as" another gives the '
-        "same logits before training, bit for bit; all arms of a study share every start weight of the same name and shape. What a patch "
-        "costs depends on the machine: `gated-srp bench` measures it.",
+        "same logits before training, bit for bit; all arms of a study share every start weight of the same name and shape. "
+        + _costs_in_words(costs),
     ]
     checked: dict[str, list[str]] = {}  # what was checked -> arms; the classes say it beside their formulas
     for trunk, (title, width) in groups.items():
@@ -113,8 +117,9 @@ def arms_page() -> str:
                 for said in {part.checked for part in model.modules() if hasattr(part, "checked")}:
                     checked.setdefault(said, []).append(f"`{name}`")
                 start = f"`{arm.starts_as}`" if arm.starts_as else ""
-                rows.append((f"`{name}`", arm.title, size, start, arm.about, ", ".join(arm.refuses)))
-        header = ("arm", "in tables", "parameters", "starts as", "what it does", "not for")
+                cost = [f"{costs[name][phase][1]:.2f}" if name in costs else "" for phase in phases]
+                rows.append((f"`{name}`", arm.title, size, *cost, start, arm.about, ", ".join(arm.refuses)))
+        header = ("arm", "in tables", "parameters", *phases, "starts as", "what it does", "not for")
         lines += [f"## {title}", _table(header, rows)]
     reasons = [f"- `{name}`, {task}: {why}" for name, arm in ARMS.items() for task, why in arm.refuses.items()]
     lines += [
@@ -126,6 +131,19 @@ def arms_page() -> str:
         "\n".join(reasons),
     ]
     return "\n\n".join(lines) + "\n"
+
+
+def _costs_in_words(costs: dict[str, Any]) -> str:
+    """What the columns of `gated-srp bench --arms` say, and where they were measured."""
+    if not costs:
+        return "What a patch costs depends on the machine: `gated-srp bench --arms all` measures it beside NA."
+    sizes = {row["against"]: row["patches"] for row in costs.values()}
+    where = ", ".join(dict.fromkeys(row["machine"] for row in costs.values()))
+    return (
+        f"`predict` and `train`: what a patch costs in a prediction and in a training step, as multiples of NA's ({sizes.get('na', 0):,} "
+        f"patches; images: of `vit_s16`'s, {sizes.get('vit_s16', 0)}); medians of turns that both took one after the other, of `gated-srp bench "
+        f"--arms all` ({where}). Dense attention grows with the square of the patches; the others grow with their number."
+    )
 
 
 def commands_page() -> str:

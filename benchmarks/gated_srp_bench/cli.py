@@ -1,5 +1,6 @@
 """`gated-srp bench`: speed and memory on this machine."""
 
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,12 @@ def bench(
     extract: Annotated[
         bool, typer.Option("--extract", help="How fast a slide is extracted, beside the encoder alone, instead.")
     ] = False,
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="What a patch costs in these arms (`all`, or names) beside NA instead; a file of --json keeps its others."
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
     base: Annotated[
         Path | None,
@@ -44,7 +51,7 @@ def bench(
     from gated_srp.machine import bf16_environment
 
     os.environ.update(bf16_environment())
-    if base is not None and (data or training or attach or extract):
+    if base is not None and (data or training or attach or extract or arms):
         raise UserError("compares the ratios of models alone", where="--compare", cure="Leave out the other option.")
     before = None if base is None else _figures_of(base)
     _describe_machine()
@@ -56,7 +63,9 @@ def bench(
         _bench_attach(output)
     if extract:
         _bench_extract(output)
-    if not (data or training or attach or extract):
+    if arms:
+        _bench_arms(arms, output)
+    if not (data or training or attach or extract or arms):
         found = _bench_models(full, output)
         if before is not None:
             _compare(found, before)
@@ -130,6 +139,22 @@ def _bench_extract(output: Path | None) -> None:
         f"share of each of {len(found.turns)} turns, their median: {found.share:.3f} (promised >= {BOUND}: {'yes' if found.share >= BOUND else 'no'})"
     )
     _write_json([{**asdict(found), "share": found.share}], output)
+
+
+def _bench_arms(words: str, output: Path | None) -> None:
+    from gated_srp_bench.arms import chosen, measure_arms, merged
+
+    costs, machine = [], f"{_machine()}, {date.today():%Y-%m-%d}"
+    say(
+        "times NA's (lowest to highest of the turns) in processor time: a prediction, a training step; microseconds per patch"
+    )
+    for cost in measure_arms(chosen(words)):
+        costs.append(cost)
+        parts = [f"{middle:6.2f} ({low:.2f} to {high:.2f})" for low, middle, high in (cost.predict, cost.train)]
+        say(
+            f"{cost.arm:28} {parts[0]:24} {parts[1]:24} {cost.predict_us:8.1f} {cost.train_us:8.1f}   against {cost.against}"
+        )
+        _write_json(merged(costs, output, machine), output)
 
 
 def _bench_models(full: bool, output: Path | None) -> "list[Figure]":

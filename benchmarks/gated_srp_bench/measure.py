@@ -131,7 +131,9 @@ class Row:
         return cls(tokens, phase, arm, dtype, seconds=median(turns), turns=tuple(turns))
 
 
-def turns_of(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dict[Any, list[float]]:
+def turns_of(
+    jobs: Mapping[Any, Callable[..., object]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[Any, list[float]]:
     """Seconds of every job in each of ``repeats`` turns, after one to warm up; a slow moment of the machine hits them alike.
 
     Every turn begins one job later: what a job leaves behind, memory above all, must not always meet the same successor.
@@ -143,9 +145,9 @@ def turns_of(jobs: Mapping[Any, Callable[..., object]], repeats: int) -> dict[An
     for turn in range(repeats):
         start_at = turn % len(order)
         for name in order[start_at:] + order[:start_at]:
-            start = time.perf_counter()
+            start = clock()
             jobs[name]()
-            took[name].append(time.perf_counter() - start)
+            took[name].append(clock() - start)
     return took
 
 

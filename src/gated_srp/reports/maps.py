@@ -195,7 +195,8 @@ def rows_of(bag: SlideBag, file: Path) -> tuple[slice, str]:
 
 
 def _trace(model: nn.Module, bag: SlideBag, mapped: Container[int], own: slice) -> tuple[Tensor, Sequence[LayerTrace]]:
-    with torch.no_grad(), trace(model, attention=mapped) as seen:
+    shows = any(hasattr(part, "cls_attention") for part in model.modules())  # else there is nothing to trace
+    with torch.no_grad(), trace(model, attention=mapped) if shows else nullcontext(()) as seen:
         logits = model(bag.features[None], bag.graph)
     found = ((layer.beta, layer.correction, layer.cls_attention) for layer in seen)  # (H, N) each
     return logits, [LayerTrace(*(None if one is None else one[..., own] for one in parts)) for parts in found]

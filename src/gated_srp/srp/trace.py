@@ -57,7 +57,7 @@ def trace(model: nn.Module, *, attention: Container[int] | bool = True) -> Itera
             if mapped and not done:
                 with torch.no_grad():
                     record.cls_attention = module.cls_attention(*args, **kwargs)
-            if parts and not done:
+            if parts and not done and any(parts[0][2].lengths):  # a last block corrects CLS alone
                 betas, corrections, graphs = zip(*parts, strict=True)
                 record.beta, record.correction = (_columns(torch.cat(rows), graphs[0]) for rows in (betas, corrections))
             done = True
