@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parents[1]
 SOURCE = HERE / "src" / "gated_srp"
 FLOWS = {"init", "check", "extract", "train", "predict", "evaluate", "compare", "tune", "reproduce", "stats", "heatmap"}
 FLOWS |= {
+    "budget_curve",
     "compare_targets",
     "crossval",
     "embed",

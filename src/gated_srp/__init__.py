@@ -15,6 +15,7 @@ __all__ = [
     "UserError",
     "__version__",
     "attach",
+    "budget_curve",
     "check",
     "compare",
     "compare_targets",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from gated_srp.errors import UserError
     from gated_srp.foreign import attach
     from gated_srp.models import load_model
+    from gated_srp.reports.budget import budget_curve
     from gated_srp.reports.explain import explain
     from gated_srp.reports.heatmap import heatmap
     from gated_srp.reports.localize import localize
@@ -71,6 +73,7 @@ _HOMES = {
     "PatchGraph": "srp.graph",
     "UserError": "errors",
     "attach": "foreign.handle",
+    "budget_curve": "reports.budget",
     "compare": "study.comparison",
     "compare_targets": "study.targets",
     "crossval": "study.cross_validation",

@@ -230,6 +230,15 @@ class Localized(Record):
     words: Names = []
 
 
+class Budget(Record):
+    """budget.json"""
+
+    run: str = ""
+    slides: int = 0
+    table: list[dict[str, Any]] = []
+    words: Names = []
+
+
 def read_record(path: Path, record: type[Record], *, cure: str) -> dict[str, Any]:
     """The content of a JSON file that fits the schema; FileNotFoundError where there is none."""
     try:

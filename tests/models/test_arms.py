@@ -18,6 +18,7 @@ from gated_srp.machine import has_bf16
 from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm, load_model, save_model
 from gated_srp.models.attention import Attention
 from gated_srp.models.fast import plain_forwards
+from gated_srp.models.nystrom import NystromAttention, NystromMaps
 from gated_srp.srp import FixedCoefficient, SignedGate
 
 SMALL = {"in_dim": 8, "num_outputs": 2, "dim": 12, "num_heads": 2, "depth": 3, "num_landmarks": 4, "hidden_dim": 4}
@@ -26,13 +27,13 @@ TARGET = torch.tensor([1])
 
 
 @cache
-def bag(count: int = PATCHES) -> tuple[torch.Tensor, PatchGraph]:
-    """A lattice with a hole and a patch apart."""
-    draw = torch.Generator().manual_seed(count)
+def bag(name: str = "na") -> tuple[torch.Tensor, PatchGraph]:
+    """A lattice with a hole and a patch apart, with the window that the arm needs."""
+    count, draw = PATCHES, torch.Generator().manual_seed(PATCHES)
     cells = torch.cartesian_prod(torch.arange(4), torch.arange(5))[torch.randperm(20, generator=draw)[:count]]
     cells[-1] += 20
     features = torch.randn(1, count, 8, generator=draw)
-    graph = PatchGraph.from_coords(cells * 256, features[0], stride=256)
+    graph = PatchGraph.from_coords(cells * 256, features[0], stride=256, window=find_arm(name).window or 3)
     return features, graph.with_covariates(torch.tensor([[1.5, -0.5, 1.0]]))
 
 
@@ -55,9 +56,9 @@ def shaken(name: str):
 def test_an_arm_starts_as_the_one_that_it_names_bit_for_bit(name):
     """With gradients and without: training and prediction take different paths."""
     model, other = (small(arm).eval() for arm in (name, find_arm(name).starts_as))
-    assert torch.equal(model(*bag()), other(*bag()))
+    assert torch.equal(model(*bag(name)), other(*bag(name)))
     with torch.no_grad():
-        assert torch.equal(model(*bag()), other(*bag()))
+        assert torch.equal(model(*bag(name)), other(*bag(name)))
 
 
 def test_gates_and_controls_start_as_what_they_correct_unless_they_say_otherwise():
@@ -78,7 +79,7 @@ class TestEveryArm:
         assert any(not torch.equal(model[key], other[key]) for key in model)
 
     def test_it_learns_in_every_weight_with_a_random_stream_of_its_own(self, name):
-        features, graph = bag()
+        features, graph = bag(name)
         model = copy.deepcopy(shaken(name)).train()
         losses = []
         for _ in range(2):
@@ -93,7 +94,7 @@ class TestEveryArm:
         assert not {key for key in silent if not any(part in key for part in may_be)}
 
     def test_checkpointing_changes_no_number(self, name):
-        features, graph = bag()
+        features, graph = bag(name)
         model, grads = copy.deepcopy(shaken(name)).train(), []
         keep = model.draw_keep(1, generator=torch.Generator().manual_seed(0))
         for model.checkpointing in (False, True):
@@ -103,16 +104,19 @@ class TestEveryArm:
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
     def test_a_prediction_equals_the_plain_forward(self, name):
-        model, (features, graph) = copy.deepcopy(shaken(name)).double(), bag()
+        """The pseudo-inverse of landmarks is float32 whatever comes in; TransMIL has 256 of them."""
+        model, (features, graph) = copy.deepcopy(shaken(name)).double(), bag(name)
+        landmarks = any(isinstance(part, NystromAttention | NystromMaps) for part in model.modules())
+        near = {"transmil": 1e-5}.get(name, 2e-6 if landmarks else 1e-11)
         with torch.no_grad():
             fast = model(features.double(), graph)
             with plain_forwards():
-                torch.testing.assert_close(fast, model(features.double(), graph), atol=1e-5, rtol=1e-5)  # pinv: float32
+                torch.testing.assert_close(fast, model(features.double(), graph), atol=near, rtol=near)
 
     def test_it_runs_in_bf16_near_float32(self, name):
         if not has_bf16():
             pytest.skip("this machine cannot multiply in bf16")
-        model, (features, graph) = copy.deepcopy(shaken(name)), bag()
+        model, (features, graph) = copy.deepcopy(shaken(name)), bag(name)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(features, graph)
             logits.float().square().sum().backward()
@@ -121,7 +125,7 @@ class TestEveryArm:
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
     def test_its_maps_have_a_value_for_each_patch(self, name):
-        model, (features, graph) = shaken(name), bag()
+        model, (features, graph) = shaken(name), bag(name)
         if not any(hasattr(part, "cls_attention") for part in model.modules()):
             pytest.skip("has no attention to show")
         with trace(model) as seen, torch.no_grad():
@@ -135,7 +139,7 @@ class TestEveryArm:
 
     def test_covariates_are_concatenated_before_its_head(self, name):
         """One linear layer over [z, c]: logits without c, and c times the weights of its own."""
-        model, (features, graph) = small(name, covariates=3).eval(), bag()
+        model, (features, graph) = small(name, covariates=3).eval(), bag(name)
         draw = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -153,9 +157,10 @@ class TestEveryArm:
         save_model(model, tmp_path / "model.safetensors")
         loaded = load_model(tmp_path / "model.safetensors")
         with torch.no_grad():
-            assert torch.equal(loaded(*bag()), model(*bag()))
+            assert torch.equal(loaded(*bag(name)), model(*bag(name)))
             if not model.images:
-                lone = PatchGraph.from_coords(torch.zeros(1, 2, dtype=torch.long), stride=1)
+                place, window = torch.zeros(1, 2, dtype=torch.long), find_arm(name).window or 3
+                lone = PatchGraph.from_coords(place, stride=1, window=window)
                 lone = lone.with_covariates(bag()[1].covariates)
                 logits = model(torch.randn(1, 1, 8).half(), lone)
                 assert logits.dtype == torch.float32 and torch.isfinite(logits).all()

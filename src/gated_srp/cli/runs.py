@@ -78,8 +78,20 @@ def predict(
         Literal["stamp"] | None,
         Option("--format", help="Write patients with the columns of STAMP's patient-preds.csv."),
     ] = None,
+    budget: Annotated[
+        float | None,
+        Option(
+            help="Share of each slide's patches that the models see, e.g. 0.5; the most homogeneous are thinned out."
+        ),
+    ] = None,
+    curve: Annotated[
+        Path | None,
+        Option("--budget-curve", help="Instead, write here what shares of the patches do to logits and time; one run."),
+    ] = None,
 ) -> None:
     """Predict slides without labels: probabilities, raw and calibrated, or risk and survival."""
+    if curve is not None:
+        return _budget_curve(runs, features, curve, table=table, force=force)
     from gated_srp.training.known import files_for
     from gated_srp.training.predict import predict as run
     from gated_srp.training.trained import open_runs
@@ -96,7 +108,8 @@ def predict(
             "table": table,
             "annotations": annotations,
         }
-        found = run(trained, files, **keys, stride=stride, force=force, workers=workers, progress=progress)
+        how: dict[str, Any] = {"stride": stride, "force": force, "workers": workers, "budget": budget}
+        found = run(trained, files, **keys, **how, progress=progress)
     _say(found.notes, found.skipped)
     rows = found.table
     far = rows[rows["unlike_training"]].sort_values("training_distance", ascending=False)
@@ -111,6 +124,20 @@ def predict(
     for line in found.summary():
         say(line)
     say_written(found.write(output, layout))
+
+
+def _budget_curve(runs: list[Path], features: Path, out: Path, **how: Any) -> None:
+    from gated_srp.reports.budget import budget_curve
+
+    if len(runs) > 1:
+        raise UserError(f"{len(runs)} runs", where="--budget-curve", cure="Name one run.")
+    _prepare_folder(out, out / "budget.csv")
+    with show_progress() as progress:
+        found = budget_curve(runs[0], features, **how, progress=progress)
+    _say(found.notes, found.skipped)
+    for line in found.words():
+        say(line)
+    say_written(found.write(out))
 
 
 def embed(

@@ -80,6 +80,12 @@ def with_changes(
         raise UserError("; ".join(found), where="settings") from None
 
 
+def for_arm(config: CohortConfig, arm: str) -> CohortConfig:
+    """The same settings with the window that an arm needs, where it needs one of its own."""
+    window = ARMS[arm].window if arm in ARMS else None
+    return config if window in (None, config.window) else config.model_copy(update={"window": window})
+
+
 def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:
     """A path setting made absolute; other values as they are."""
     if key not in _PATHS or (key == "exclude" and isinstance(value, list | tuple)):

@@ -16,9 +16,8 @@ import torch
 from gated_srp import srp
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
-from gated_srp.models.block import Adapter
 from gated_srp.models.nystrom import DifferentialAttention, DifferentialNystrom, NystromAttention
-from gated_srp.models.slide import Arm, Gate, ImageArm, Sizes, SlideModel, SlideTransformer, initialise
+from gated_srp.models.slide import AdaptedArm, Arm, Gate, ImageArm, Sizes, SlideModel, SlideTransformer, initialise
 from gated_srp.srp import Coefficient, OwnValue
 
 if TYPE_CHECKING:
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
 
 
 _Make = Callable[[Sizes, int], Attention]  # of a model's sizes and a block's number
-
-
-@dataclass(frozen=True)
-class AdaptedArm(Arm):
-    """Control: where the gates would be, adapters with at least as many weights."""
-
-    @property
-    def starts_as(self) -> str:
-        return self.base
-
-    def correction(self, sizes: Sizes) -> Adapter:
-        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
-        return Adapter(sizes.dim // sizes.num_heads, budget=weights)
 
 
 @dataclass(frozen=True)
@@ -70,6 +56,7 @@ class PeerArm:
     dense: ClassVar[bool] = False
     method: ClassVar[bool] = False
     images: ClassVar[bool] = False
+    window: ClassVar[int | None] = None
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     @property
@@ -183,6 +170,12 @@ ARMS: dict[str, Arm | PeerArm] = {
     "gated_srp_no_bias": _gated(Gate(bias=False), about="no biases in the gate"),
     "gated_srp_xavier": _gated(Gate(init=srp.xavier), about="starts from Xavier's values, not as an identity"),
     "gated_srp_kaiming": _gated(Gate(init=srp.kaiming), about="starts from Kaiming's values, not as an identity"),
+    "gated_srp_scales": _gated(
+        Gate(),
+        direction=lambda sizes: _named("scales.MixedWindows")(sizes.num_heads),
+        window=7,
+        about="the gate along the neighbours' means of windows 3, 5 and 7, mixed per token and head by learned weights",
+    ),
     # Controls: the same gate on another axis, a gate that only removes, weights without a direction
     "axis_own_value": _gated(Gate(), direction=lambda sizes: OwnValue(), about="the gate along the token's own value"),
     "axis_slide_mean": _gated(

@@ -25,6 +25,7 @@ class Attention(nn.Module):
 
     dense: ClassVar[bool] = True  # over all pairs of rows
     signed: ClassVar[bool] = False  # weights below zero mean something: maps show them
+    reads_graph: ClassVar[bool] = False  # it attends along neighbour lists
     num_heads: int
     proj: nn.Linear
 
@@ -37,6 +38,10 @@ class Attention(nn.Module):
 
     def cls_map(self, x: Tensor, graph: PatchGraph) -> Tensor:
         """Weights with which row 0 reads the values of all rows, (B, H, L)."""
+        raise NotImplementedError
+
+    def values(self, x: Tensor) -> Tensor:
+        """v alone, heads side by side: (B, L, C)."""
         raise NotImplementedError
 
 
@@ -59,6 +64,9 @@ class FusedAttention(Attention):
         else:
             parts = tuple(F.linear(x, w, b) for w, b in zip(weight.split(dim), bias.split(dim), strict=True))
         return tuple(split_heads(part, self.num_heads) for part in parts)
+
+    def values(self, x: Tensor) -> Tensor:
+        return merge_heads(self.heads(x, 2, 3)[0])
 
 
 class DenseAttention(FusedAttention):
@@ -85,6 +93,7 @@ class LocalAttention(DenseAttention):
     y_i = sum over j in N(i) and i itself of softmax_j(<q_i, k_j> / sqrt D) v_j; CLS alone reads all rows."""
 
     dense: ClassVar[bool] = False
+    reads_graph: ClassVar[bool] = True
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads(x, 0, 3)

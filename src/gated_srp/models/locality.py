@@ -81,6 +81,8 @@ class PositionalNystrom(NystromAttention):
         "centres of heads in turn over 3 x 3 places, and Nystrom attention for the content."
     )
 
+    reads_graph: ClassVar[bool] = True
+
     def __init__(self, dim: int, num_heads: int, *, num_landmarks: int = 64) -> None:
         super().__init__(dim, num_heads, num_landmarks=num_landmarks)
         self.focus = Focus(num_heads)

@@ -170,6 +170,10 @@ class TwoMaps(Attention):
         self.q_proj, self.k_proj, self.v_proj, self.proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.subln = nn.RMSNorm(2 * dim // num_heads, eps=1e-5)
 
+    def values(self, x: Tensor) -> Tensor:
+        found: Tensor = self.v_proj(x)
+        return found
+
     def mix(self, first: Tensor, second: Tensor, queries: Tensor) -> Tensor:
         """Of what both attentions give (B, H, L, ...) to the rows ``queries`` (B, L, C)."""
         raise NotImplementedError

@@ -304,7 +304,7 @@ class Arm:
     Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
     the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
     attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it; ``without``: the arm that it is
-    without its gate, if not its base, or without what else it adds.
+    without its gate, if not its base, or without what else it adds; ``window``: the one that its graphs need, whatever the cohort sets.
     """
 
     attention: Callable[[Sizes, int], Attention]
@@ -319,6 +319,7 @@ class Arm:
     dense: bool = False
     method: bool = False
     without: str = ""
+    window: int | None = None
 
     images: ClassVar[bool] = False
     needs_covariates: ClassVar[bool] = False
@@ -373,3 +374,16 @@ class ImageArm(Arm):
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
         blocks, patches = self.blocks(sizes), sizes.num_patches
         return ImageTransformer(in_dim, num_outputs, blocks=blocks, num_patches=patches, drop_path=sizes.drop_path)
+
+
+@dataclass(frozen=True)
+class AdaptedArm(Arm):
+    """Control: where the gates would be, adapters with at least as many weights."""
+
+    @property
+    def starts_as(self) -> str:
+        return self.base
+
+    def correction(self, sizes: Sizes) -> Adapter:
+        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
+        return Adapter(sizes.dim // sizes.num_heads, budget=weights)

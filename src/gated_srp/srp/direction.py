@@ -15,6 +15,9 @@ class Direction(nn.Module):
     """Base of all directions."""
 
     learned = False
+    thins = (
+        False  # whether it is still what it was where patches are left out whose values the graph has: `models.thinned`
+    )
 
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         raise NotImplementedError
@@ -28,6 +31,8 @@ class Direction(nn.Module):
 class NeighbourMean(Direction):
     """r_i, the mean of the neighbours' detached values (Eq. 6)."""
 
+    thins = True
+
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         return graph.mean(v.detach().flatten(1)).view(v.shape)  # (R, H, D)
 
@@ -40,6 +45,7 @@ class OwnValue(Direction):
     """v_i itself, as in Exclusive Self-Attention (Eq. 2-3): every row, CLS and padding too; the gradient flows through it."""
 
     learned = True
+    thins = True
 
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         return wide(v)
@@ -59,6 +65,7 @@ class SlideMean(Direction):
 class RandomDirection(Direction):
     """Control: a fixed random axis per head, the same for every patch that has neighbours."""
 
+    thins = True
     axis: Tensor
 
     def __init__(self, num_heads: int, head_dim: int, *, seed: int = 0) -> None:

@@ -31,6 +31,7 @@ import yaml
 
 from gated_srp import __version__
 from gated_srp.config.cohort import CohortConfig
+from gated_srp.config.load import for_arm
 from gated_srp.data.files.siblings import may_be_same
 from gated_srp.errors import UserError
 from gated_srp.files import has_its_checksum, with_checksum, write_whole
@@ -276,7 +277,7 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 
 def settings_of(config: CohortConfig, *, arm: str, seed: int) -> dict[str, Any]:
     """What a run's config.yaml says: everything resolved, its own arm and seed alone."""
-    return config.resolved(arm) | {"seeds": [seed]}
+    return for_arm(config, arm).resolved(arm) | {"seeds": [seed]}
 
 
 def differences(there: Any, asked: Any, name: str = "") -> list[str]:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from gated_srp.errors import UserError
 from gated_srp.models import SlideModel
-from gated_srp.srp.coefficient import Coefficient
+from gated_srp.srp import Coefficient, Direction
 
 
 def gate_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters of every gate."""
+    """Names and parameters of every gate, of an axis that learns too."""
     for name, module in model.named_modules():
-        if isinstance(module, Coefficient):
+        if isinstance(module, Coefficient | Direction):
             yield from module.named_parameters(prefix=name)
 
 

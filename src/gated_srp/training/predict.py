@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,6 +49,7 @@ class Predictions:
     and, where a temperature was fitted, ``calibrated_<class>``, or ``risk`` and ``survival_at_<time>``; with several runs their mean, and
     ``<name>_std`` over the runs (n - 1); ``training_distance`` (1: as far from the training slides' mean as the farthest of them) and
     ``unlike_training``; ``seen_in_training``: that the model was trained or validated on the slide, or on its patient.
+    With a budget ``budget`` and ``kept_patches``, how many of them the models saw.
     Of a model whose bags are patients there is one row per patient: ``slide`` and ``file`` list them in their order, the distance is
     that of the farthest slide.
     """
@@ -103,6 +105,7 @@ def predict(
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
+    budget: float | None = None,
     progress: Progress = silent,
 ) -> Predictions:
     """Predict slides with one finished run, or with several as an ensemble.
@@ -119,6 +122,8 @@ def predict(
         stride: distance between patches, where what the file says is wrong.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
         workers: processes that read ahead.
+        budget: the share of each slide's patches that the models see, the most homogeneous thinned out; columns ``budget`` and
+            ``kept_patches`` say so. docs/method.md defines it.
         progress: called after each slide.
 
     Returns:
@@ -136,14 +141,25 @@ def predict(
     slides = with_ids(files, table, members[0].covariates)
     keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride}
     reading = Preparation(**keys, coords=Path(coords) if coords else None, regions=drawn_for(members, annotations))
-    found = run_models(members, slides, reading=reading, force=force, workers=workers, progress=progress)
+    kept, how = dict[str, int](), dict[str, Any](workers=workers, progress=progress)
+    if budget is not None:
+        from gated_srp.training.budget import ThinnedModel  # not above: rarely asked for
+
+        how["model"] = partial(ThinnedModel, share=budget, kept=kept)
+    found = run_models(members, slides, reading=reading, force=force, **how)
     about = found.slides
+    thinned = pd.DataFrame({"budget": budget, "kept_patches": about["slide"].map(kept)}) if budget is not None else None
     seen, notes = seen_by(members, slides, about)
     if members[0].patients:
         names = slides.sort_values("slide").groupby("case")[["slide", "file"]].agg("; ".join)  # as in the bag
         about = about.assign(slide=about["case"].map(names["slide"]), file=about["case"].map(names["file"]))
     named, likeness = about[["slide", "case", "file", "patches"]], about[["training_distance", "unlike_training"]]
     answers = pd.concat([named, average(members, found.logits), likeness], axis=1).assign(seen_in_training=seen)
+    if thinned is not None:
+        answers = pd.concat([answers, thinned], axis=1)
+        share = float((thinned["kept_patches"] / answers["patches"]).mean())
+        what = f"budget {budget:g}: the models saw {share:.1%} of the patches per slide; see the column kept_patches"
+        notes = (*notes, Note("note", "budget", what))
     cures = {
         "seen_in_training": "Their predictions are no test of it; see the column seen_in_training.",
         "patients_unknown": "Name their spreadsheet with --table.",

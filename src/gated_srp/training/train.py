@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gated_srp.config.cohort import CohortConfig, open_cohort
-from gated_srp.config.load import with_changes
+from gated_srp.config.load import for_arm, with_changes
 from gated_srp.config.reach import gate_reach, gates_moved
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
@@ -74,7 +74,8 @@ def train(
     config = with_changes(cohort, settings, out)
     arm = arm or config.main_arm
     seed = config.seeds[0] if seed is None else seed
-    job = Job(config, arm, seed, fold, init=Path(init) if init else None, devices=devices, deep=deep)
+    config, start = for_arm(config, arm), Path(init) if init else None
+    job = Job(config, arm, seed, fold, init=start, devices=devices, deep=deep)
     run = job.run
     _check(job)
     _check_loggers(loggers, devices)

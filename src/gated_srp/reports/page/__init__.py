@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gated_srp import __version__
 from gated_srp.checks.findings import facts_in_words
+from gated_srp.errors import counted
 from gated_srp.files import write_whole
 from gated_srp.models import arm_title, is_gated
 from gated_srp.records import naming
@@ -156,6 +157,7 @@ def _context(contents: Contents) -> dict[str, Any]:
         "runs": tables.run_metrics(contents.runs),
         "figures_": [*_drawn(contents.drawings, "d"), *_run_figures(alone)],
         "localized": [(tables.localized(one), one.get("words") or []) for one in contents.localized],
+        "budgets": [_budget(one) for one in contents.budgets],
         "slides": list(tables.slides(contents.runs)),
         "checks": [(check, list(facts_in_words(check["summary"]))) for check in contents.checks],
         "hashes": tables.hashes(contents.runs),
@@ -166,6 +168,19 @@ def _context(contents: Contents) -> dict[str, Any]:
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "folder": str(contents.home),
     }
+
+
+def _budget(found: dict[str, Any]) -> tables.HtmlTable:
+    """What shares of the patches did to logits and time."""
+    names = ("share", "kept", "drift", "largest_drift", "changed", "time")
+    rows = [tuple(tables.cell(row.get(name)) for name in names) for row in found.get("table") or ()]
+    heads = ("share asked", "share kept", "drift of logits", "largest", "decided otherwise", "time")
+    note = (
+        "The most homogeneous patches are thinned out; neighbour means stay those of all neighbours. Drift: the largest change of a slide's "
+        "logits, averaged over slides. Time: of the model alone, as a share of that with all patches, the median over slides."
+    )
+    slides = counted(int(found.get("slides") or 0), "slide")
+    return tables.HtmlTable(f"Redundancy budget: {found.get('run')}, {slides}", heads, rows, note)
 
 
 def _about(text: str) -> list[str]:

@@ -20,7 +20,7 @@ import pandas as pd
 from gated_srp.errors import UserError
 from gated_srp.files import as_stored
 from gated_srp.models import arm_title, is_gated
-from gated_srp.records import Check, Comparison, Localized, Record, read_record, read_rows
+from gated_srp.records import Budget, Check, Comparison, Localized, Record, read_record, read_rows
 from gated_srp.tasks import Task, find_task, task_from_card
 from gated_srp.training.folder import RunFolder
 
@@ -145,6 +145,7 @@ class Contents:
     drawings: list[Path]
     maps: list[Path]
     localized: list[dict[str, Any]]  # maps against annotations
+    budgets: list[dict[str, Any]]  # predictions from shares of the patches
 
     @property
     def compared(self) -> set[str]:
@@ -168,6 +169,7 @@ def read_contents(home: Path) -> Contents:
     found = [_read_json(f, Check) for f in files if f.suffix == ".json" and "check" in f.name]
     checks = [check for check in found if {"name", "must_fix", "summary", "findings"} <= set(check)]
     localized = [_read_json(f, Localized) for f in files if f.name == "localization.json"]
+    budgets = [_read_json(f, Budget) for f in files if f.name == "budget.json"]
     drawn = {drawing for study in studies for drawing in study.drawings}
     drawings = [f for f in files if f.suffix == ".svg" and f not in drawn]
     maps = [f for f in files if f.suffix == ".png" and not f.with_suffix(".svg").is_file()]
@@ -177,7 +179,8 @@ def read_contents(home: Path) -> Contents:
             where=home,
             cure="Point at what `gated-srp train`, `compare` or `reproduce` wrote.",
         )
-    return Contents(home, read_text(home / "about.txt")[:_ABOUT], studies, runs, checks, drawings, maps, localized)
+    about = read_text(home / "about.txt")[:_ABOUT]
+    return Contents(home, about, studies, runs, checks, drawings, maps, localized, budgets)
 
 
 def _beside(home: Path, studies: Sequence[StudyFolder]) -> list[Path]:
