@@ -3,8 +3,6 @@
 Shapes: R rows of all bags, H heads, D head width, S windows, E neighbour entries.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +22,7 @@ class MixedWindows(Direction, OwnStart):
     w and b start at zero: all windows count alike. A window without neighbours adds nothing; a row without any stays as it is.
     """
 
-    learned: ClassVar[bool] = True  # through a; the means are measurements, as in `NeighbourMean`
+    learned = True  # through a; the means are measurements, as in `NeighbourMean`
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()

@@ -147,7 +147,8 @@ def thinned_logits(model: SlideModel, features: Tensor, graph: PatchGraph, kept:
     refuse_budget(model)
     assert isinstance(model, SlideTransformer)
     if len(kept) == graph.num_rows:
-        return model(features, graph)
+        logits: Tensor = model(features, graph)
+        return logits
     thinning = Thinning.of(graph, kept)
     scratch = Scratch() if one_pass(model.ppeg, *model.blocks) else None
     x, rows = model.tokens(features[:, kept], thinning.graph, scratch)

@@ -18,7 +18,8 @@ from gated_srp.files import write_whole
 from gated_srp.models import arm_title
 from gated_srp.progress import Progress, silent
 from gated_srp.training.budget import ThinnedModel
-from gated_srp.training.predict import files_for, run_models, with_ids
+from gated_srp.training.known import files_for, with_ids
+from gated_srp.training.predict import run_models
 from gated_srp.training.trained import TrainedRun
 
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
