@@ -143,7 +143,7 @@ def full_figures(rows: list[Row]) -> list[Figure]:
     biopsy = list(zip(step["textbook"], step["gated_srp"], strict=True))
     return [
         _ratio(large, name, list(zip(grown[large], grown[small], strict=True)), 1.15, False),
-        Figure(stream.tokens, "peak of prepare + predict, GB", stream.peak_mb / 1024, 20, False),
+        Figure(stream.tokens, "peak of prepare + predict, GB", stream.peak_mb / 1024, 6, False),
         _ratio(512, "training steps, ours / textbook", biopsy, 1.3),
     ]
 

@@ -106,6 +106,20 @@ def test_homogeneity_of_more_rows_than_one_chunk():
         assert float(graph.homogeneity[i]) == pytest.approx(float((unit[found] @ unit[i]).mean()), abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_long_slide_s_halves_are_widened_in_parts_without_a_difference(dtype, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    cells = torch.cartesian_prod(torch.arange(30), torch.arange(30))[torch.randperm(900, generator=draw)]
+    features = torch.randn(900, 12, generator=draw).to(dtype)
+    features[5] = 0
+    expected = PatchGraph.from_coords(cells, features, stride=1).homogeneity
+    widened = []
+    monkeypatch.setattr("gated_srp.srp.graph._LONG", 100)
+    monkeypatch.setattr("gated_srp.srp.graph.wide", lambda x: widened.append(len(x)) or x.float())
+    assert torch.equal(PatchGraph.from_coords(cells, features, stride=1).homogeneity, expected)
+    assert 0 < max(widened) < 900
+
+
 def test_without_features_homogeneity_is_zero():
     assert PatchGraph.from_grid(3, 3).homogeneity.tolist() == [0.0] * 9
 

@@ -17,6 +17,7 @@ from gated_srp.srp.projection import chunks, neighbour_mean, neighbour_sum, wide
 
 _FEWEST = 0.1  # mean neighbour count below which a bag of at least _JUDGED patches is refused
 _JUDGED = 16
+_LONG = 65_536  # rows beyond which halves are widened a part at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +200,10 @@ class PatchGraph:
 
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C); features that are not finite are refused."""
-        rows = wide(features.detach())
-        norms = torch.linalg.vector_norm(rows, dim=-1)
+        rows = features.detach()
+        if len(rows) <= _LONG or rows.device.type != "cpu":
+            rows = wide(rows)  # of a very long slide it would be the largest tensor of all
+        norms = torch.cat([torch.linalg.vector_norm(wide(part), dim=-1) for part in rows.split(_LONG)])
         _check_finite(norms)
         return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
 
@@ -238,10 +241,14 @@ def homogeneity(rows: Tensor, norms: Tensor, neighbours: Tensor, offsets: Tensor
     out = torch.empty_like(norms)
     for part in chunks(rows, 256):  # no copy of all features: fresh memory costs more than the arithmetic
         found, starts = _lists(neighbours, offsets, part)
+        table, places, own = rows, found, rows[part]
+        if wide(rows[:0]).dtype != rows.dtype:  # halves: only the rows that this chunk needs are widened
+            needed, places = found.unique(return_inverse=True)
+            table, own = wide(rows[needed]), wide(own)
         around = F.embedding_bag(
-            found, rows, starts, mode="sum", include_last_offset=True, per_sample_weights=scale[found]
+            places, table, starts, mode="sum", include_last_offset=True, per_sample_weights=scale[found]
         )
-        out[part] = around.mul_(rows[part]).sum(-1)  # <phi_i, sum of the neighbours' unit features>
+        out[part] = around.mul_(own).sum(-1)  # <phi_i, sum of the neighbours' unit features>
     return (out * scale / offsets.diff().clamp(min=1)).float()
 
 

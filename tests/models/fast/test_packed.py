@@ -129,3 +129,22 @@ def test_packing_more_than_halves_the_operator_calls_of_a_window(lengths):
     with Calls() as together:
         packed_logits(model, bags, keep).sum().backward()
     assert sum(together.found.values()) < 0.5 * sum(alone.found.values())
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses whatever would wait for a device: a value that Python asks for, a shape that depends on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("arm", PAPER)
+def test_no_step_and_no_prediction_waits_for_a_device(arm):
+    model, bags = make_model(arm), make_bags(9, 20)
+    keep = model.draw_keep(2)
+    with NoWaiting():
+        model(bags[0][0][None], bags[0][1], keep[..., :1]).sum().backward()
+        packed_logits(model, bags, keep).sum().backward()
+        with torch.no_grad():
+            model.eval()(bags[0][0][None], bags[0][1])
