@@ -151,6 +151,8 @@ def test_beta_is_coloured_over_the_range_of_the_gate_however_small_it_is():
 def test_a_map_in_which_nothing_happens_says_so():
     shut = PatchMap("beta_layer1", "beta", np.array([0.01, -0.02]), signed=True, limit=1.0, regimes=True)
     assert describe(shut).startswith("nothing happens: beta is at most 0.02; ")
+    little = describe(replace(shut, values=np.array([-0.2, -0.4])))  # a purple map: not "leaves as is 100 %"
+    assert little.startswith("mean -0.3; amplifies 0 %, leaves mostly as is (within ±0.5) 100 %, ")
     flat = PatchMap("attention_layer4", "attention", np.array([0.1, 0.1001]), unit=0.1)
     assert describe(flat) == "the same everywhere, within 0.1 %"
 
@@ -593,10 +595,10 @@ def test_a_picture_names_the_class_that_a_converted_model_predicts(tmp_path, mon
     gated_srp.heatmap(model, file, out=tmp_path / "maps")
     predicted = gated_srp.predict([model], file).table["predicted"][0]
     assert predicted in ("benign", "low grade", "high grade")
-    assert headings[0].startswith(f"gated_srp, {tmp_path.name}: predicted {predicted}\n")
+    assert headings[0].startswith(f"Gated SRP, {tmp_path.name}: predicted {predicted}\n")
     convert(tmp_path / "best.pt", model)
     gated_srp.heatmap(model, file, out=tmp_path / "maps")
-    assert headings[1].startswith(f"gated_srp, {tmp_path.name}\n")
+    assert headings[1].startswith(f"Gated SRP, {tmp_path.name}\n")
 
 
 def test_maps_with_gates_off_are_those_of_the_model_without_correction(tmp_path):

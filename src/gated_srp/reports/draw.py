@@ -23,7 +23,12 @@ _OPACITY = 0.55
 _TISSUE = 0.7  # of the darkness of tissue, under colours
 LIGHT = 0.8  # opacity of the colours on glass, and so on the colour bar: tissue must show through the darkest
 _FLAT = 0.02  # of the slide's mean: differences below it are nothing
-_REGIMES = ("amplifies", "leaves as is", "projects out", "reflects")  # in the order of `srp.coefficient.regimes`
+_REGIMES = (
+    "amplifies",
+    "leaves mostly as is (within ±0.5)",
+    "projects out",
+    "reflects",
+)  # in the order of `srp.coefficient.regimes`
 
 
 # Where: rectangles of a slide as pixels of a picture ------------------------------------------------------------------
@@ -275,7 +280,7 @@ def describe(one: PatchMap) -> str:
     size = np.abs(one.values)
     if one.regimes:
         quiet = f"nothing happens: beta is at most {np.nanmax(size):.2g}; " if is_quiet(one) else ""
-        return quiet + regime_shares(one.values)
+        return f"{quiet}mean {np.nanmean(one.values):+.2g}; {regime_shares(one.values)}"
     if one.unit is None:
         return "lowest {}, highest {}".format(*distinct_labels(np.array([np.nanmin(one.shown), np.nanmax(one.shown)])))
     if not one.signed:
@@ -301,7 +306,7 @@ def regime_shares(values: np.ndarray) -> str:
     """The share of patches in each regime.
 
     >>> regime_shares(np.array([-0.7, 0.0, 0.1, 0.9]))
-    'amplifies 25 %, leaves as is 50 %, projects out 25 %, reflects 0 %'
+    'amplifies 25 %, leaves mostly as is (within ±0.5) 50 %, projects out 25 %, reflects 0 %'
     """
     masks = regimes(torch.from_numpy(values[np.isfinite(values)])).values()
     parts = [f"{name} {mask.double().mean():.0%}" for name, mask in zip(_REGIMES, masks, strict=True)]

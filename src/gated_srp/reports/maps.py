@@ -19,7 +19,7 @@ from gated_srp.data.bag import BagHeader
 from gated_srp.data.loader import SlideBag
 from gated_srp.data.prepared import Preparation, inside_regions, kept_rows, open_header
 from gated_srp.errors import Note, UserError, counted
-from gated_srp.models import SlideModel, model_file
+from gated_srp.models import SlideModel, arm_title, model_file
 from gated_srp.records import parse_numbers
 from gated_srp.srp.module import GatedSRP
 from gated_srp.srp.trace import LayerTrace, set_gates, trace
@@ -158,7 +158,7 @@ def view_bag(
     signed = tuple(getattr(getattr(m, "attn", None), "signed", False) for m in traced)
     limits = tuple(m.correction.coefficient.largest if isinstance(m.correction, GatedSRP) else 0.0 for m in traced)
     arm = str(trained.card["settings"].get("arm", "model"))
-    label = f"{arm}, {model_file(run).resolve().parent.name}"
+    label = f"{arm_title(arm)}, {model_file(run).resolve().parent.name}"
     label += f", gates set to {gates}" if gates else ""
     homogeneity = bag.graph.homogeneity.numpy()[own]
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training

@@ -19,7 +19,7 @@ from gated_srp.data.loader import SlideBag
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError
-from gated_srp.models import SlideModel, arm_title
+from gated_srp.models import SlideModel
 from gated_srp.reports import maps
 from gated_srp.reports.draw import Scaled, describe, find_image, in_image_pixels, past_the_bar, scaled_map
 from gated_srp.reports.explain import MEANING, in_words
@@ -147,7 +147,7 @@ def open_scene(file: Path, asked: Sequence[Asked], *, image: Path | None = None)
             info = slide.info
             patches = in_image_pixels(patches, info)
     layers = [layer for number, view in enumerate(views) for layer in _layers_of(number, view, len(header.coords))]
-    names = tuple(view.run.replace(view.arm, arm_title(view.arm), 1) for view in views)
+    names = tuple(view.run for view in views)
     layers += _differences(layers, names)
     notes = tuple(dict.fromkeys(note for view in views for note in view.warnings))
     return Scene(
