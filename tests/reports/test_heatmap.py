@@ -205,6 +205,12 @@ def test_values_are_those_of_the_trace_of_the_file(tmp_path):
     assert np.allclose(maps_of(view, "homogeneity")[0].values, bag.graph.homogeneity)
 
 
+def test_a_last_layer_that_corrects_cls_alone_has_no_map_of_patches(tmp_path):
+    view = view_slide(_run(tmp_path / "run", "xsa")[0], write_clam(tmp_path, "s", make_slide(1)))
+    assert view.layers[-1].correction is None and view.layers[-1].cls_attention is not None
+    assert [one.name for one in maps_of(view, "correction")] == ["correction_layer1", "correction_layer2"]
+
+
 def test_only_the_attention_that_is_asked_for_is_computed(tmp_path):
     file = write_clam(tmp_path, "s", make_slide(1))
     run, _ = _run(tmp_path / "run")

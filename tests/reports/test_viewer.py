@@ -3,7 +3,10 @@
 import base64
 import http.client
 import json
+import socket
+import struct
 import threading
+import time
 from dataclasses import replace
 from io import BytesIO
 
@@ -255,6 +258,20 @@ def test_a_patch_is_cut_at_its_place(server, viewer):
 )
 def test_path_tricks_and_unknown_names_are_not_found(server, path):
     assert ask(server, path)[0] == 404
+
+
+def test_a_page_that_is_closed_between_two_requests_leaves_no_traceback(server, monkeypatch):
+    seen = []
+    monkeypatch.setattr(server, "handle_error", lambda *about: seen.append(about))
+    with socket.create_connection(server.server_address[:2]) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
+        line.sendall(b"GET / HTTP/1.1\r\n")
+    assert ask(server, "/")[0] == 200  # accepted after it
+    for _ in range(100):  # until its thread is gone
+        if not any("process_request_thread" in one.name for one in threading.enumerate()):
+            break
+        time.sleep(0.02)
+    assert seen == []
 
 
 def test_a_page_of_another_host_gets_nothing(server):

@@ -199,7 +199,10 @@ def _trace(model: nn.Module, bag: SlideBag, mapped: Container[int], own: slice) 
     with torch.no_grad(), trace(model, attention=mapped) if shows else nullcontext(()) as seen:
         logits = model(bag.features[None], bag.graph)
     found = ((layer.beta, layer.correction, layer.cls_attention) for layer in seen)  # (H, N) each
-    return logits, [LayerTrace(*(None if one is None else one[..., own] for one in parts)) for parts in found]
+    # A last layer that reads CLS alone has no rows of patches, (H, 0): nothing of it can be mapped.
+    return logits, [
+        LayerTrace(*(None if one is None or not one.shape[-1] else one[..., own] for one in parts)) for parts in found
+    ]
 
 
 def _trace_ungated(model: nn.Module, bag: SlideBag, mapped: Container[int], own: slice) -> Sequence[LayerTrace]:

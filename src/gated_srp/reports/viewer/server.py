@@ -72,6 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
         port = cast(ThreadingHTTPServer, self.server).server_port
         return {f"{name}:{port}" for name in (HOST, "localhost")}
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the page was closed between two requests
+            super().handle()
+
     def do_GET(self) -> None:
         self._answer(self._get)
 
