@@ -285,6 +285,39 @@ def test_what_is_not_there_is_said(home, tmp_path):
         repeats=5,
     )
     assert any(note.level == "warning" and "no test" in note.what for note in seen.notes)
+    assert any("1 training slide, so this is no external validation" in note.what for note in seen.notes)
+    named = (
+        gated_srp.localize(  # without a table nobody knows the patients: only slides could be compared, which is said
+            home / "runs/na/seed42", home / "feats/s08.h5", annotations=home / "truth/s08.csv", repeats=5
+        )
+    )
+    assert any("so only slides were compared with those of the training" in note.what for note in named.notes)
+
+
+def test_other_slides_of_training_patients_are_not_scored(home, tmp_path):
+    cases = [f"p{i:02d}" for i in range(16)]
+    cases[8] = "p01"  # of a patient whose slide s01 trained the models
+    pd.DataFrame({"slide": SLIDES, "patient": cases}).to_csv(tmp_path / "patients.csv", index=False)
+    few = tmp_path / "few"
+    few.mkdir()
+    for slide in SLIDES[7:10]:
+        (few / f"{slide}.csv").write_bytes((home / "truth" / f"{slide}.csv").read_bytes())
+    how = {"annotations": few, "table": tmp_path / "patients.csv", "repeats": 5}
+    found = gated_srp.localize(home / "runs/na/seed42", home / "feats", **how)
+    assert set(found.slides["slide"]) == {"s07", "s09"}
+    assert any("1 slide of training patients; training slides are left out" in note.what for note in found.notes)
+    kept = gated_srp.localize(home / "runs/na/seed42", home / "feats", allow_overlap=True, **how)
+    assert set(kept.slides["slide"]) == {"s07", "s08", "s09"}
+    assert any("of training patients, so this is no external validation" in note.what for note in kept.notes)
+
+
+def test_a_last_layer_that_computes_cls_alone_has_no_map_and_the_others_have(home, tmp_path):
+    model = build_model("xsa", in_dim=12, num_outputs=2, dim=24, depth=2, num_heads=4, num_landmarks=4).eval()
+    save_model(model, tmp_path / "model.safetensors", {**CARD, "arm": "xsa"})
+    view = view_slide(tmp_path / "model.safetensors", home / "feats/s08.h5", every=True)
+    values = shown_values(view)
+    assert {"beta_layer1", "correction_layer1"} <= set(values) and "beta_layer2" not in values
+    assert {len(one) for one in values.values()} == {len(CELLS)}
 
 
 def test_the_command_writes_tables_figures_and_a_page(home, tmp_path):

@@ -1,16 +1,18 @@
 """What was drawn on a slide is shown on its maps; what `heatmap` writes for QuPath is read again as the same polygons."""
 
+import base64
 import json
 
 import numpy as np
 import pytest
 import shapely
 from PIL import Image
-from reports.viewer_folders import CELLS, SIDE, SIZE, features, image, run
+from reports.viewer_folders import CARD, CELLS, SIDE, SIZE, features, image, run
 
 import gated_srp
 from gated_srp.data.annotations import read_annotations
 from gated_srp.errors import UserError
+from gated_srp.reports import explain as explain_module
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +70,38 @@ def test_outlines_are_drawn_where_the_regions_are(home):
     assert tall > 0.25 * bare.shape[0] and wide > 0.25 * bare.shape[1]
     with pytest.raises(UserError, match="has the name of a slide"):
         gated_srp.heatmap(home / "gated_srp/seed42", home / "s1.h5", annotations=home / "gated_srp", out=home / "x")
+
+
+def test_explain_draws_them_and_a_model_of_regions_is_explained_on_them(home, monkeypatch):
+    monkeypatch.setattr(explain_module, "MEANING", {"attention": "where it looks"})
+    run(home, "na")
+    how = {"wsi": home / "s1.tif", "out": home / "same"}
+    bare, drawn = (
+        np.asarray(Image.open(gated_srp.heatmap(home / "na/seed42", home / "s1.h5", **how, **more).slides[0].picture))
+        for more in ({}, {"annotations": home / "drawn"})
+    )
+    page = explain_module.explain_file(
+        home / "na/seed42", home / "s1.h5", home / "page", image=home / "s1.tif", annotations=home / "drawn"
+    )
+    picture = np.asarray(Image.open(page.pictures[0]))
+    assert picture.shape == drawn.shape and np.array_equal(picture, drawn) and not np.array_equal(picture, bare)
+    rule = {"only": ["tumour"], "exclude": [], "cover": 0.5}
+    inside = run(home, "na", 43, card={**CARD, "regions": rule})
+    page = gated_srp.explain(inside, home / "s1.h5", annotations=home / "drawn", out=home / "inside")
+    assert page.prediction.answers and any("patches kept: at least 50 % inside tumour" in n.what for n in page.notes)
+    with pytest.raises(UserError, match="nothing says where these are"):
+        gated_srp.explain(inside, home / "s1.h5", out=home / "inside")
+
+
+def test_the_viewer_has_the_rings_of_each_class_served_and_exported(home):
+    viewer = gated_srp.view(home / "s1.h5", home / "gated_srp/seed42", wsi=home / "s1.tif", annotations=home / "drawn")
+    exported = viewer.export(home / "viewer").page.parent / "slide" / "0" / "data.js"
+    for script in (viewer.scene(0).script(finest=9, coarsest=8), exported.read_text()):
+        data = json.loads(script.removeprefix("GatedSRP.show(").removesuffix(");\n"))
+        (kind,) = data["drawn"]
+        rings = [np.frombuffer(base64.b64decode(ring), "<f4").reshape(-1, 2) for ring in kind["rings"]]
+        assert kind["name"] == "Tumour" and len(rings) == 1
+        assert shapely.Polygon(rings[0]).equals(read_annotations(home / "drawn" / "s1.geojson").shape())
+    viewer.close()
+    plain = gated_srp.view(home / "s1.h5", home / "gated_srp/seed42")
+    assert plain.scene(0).content(finest=9, coarsest=8)["drawn"] == []

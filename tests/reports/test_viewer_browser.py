@@ -7,6 +7,8 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
+import shapely  # noqa: E402
+from factories import draw  # noqa: E402
 from reports.test_browser import CHROMIUM, FLAGS  # noqa: E402
 from reports.viewer_folders import CELLS, SIDE, features, image, run  # noqa: E402
 
@@ -187,3 +189,28 @@ def test_the_overlay_lies_on_the_patches(page):
     shown, wanted = (np.array(one) for one in zip(*found["patches"], strict=True))
     assert np.abs(shown - wanted).max() <= 4  # transparency rounds colours
     assert found["beside"][3] == 0
+
+
+def test_drawn_regions_are_shown_by_class_and_hidden_by_their_boxes(browser, tmp_path):
+    shapes = {"tumour": shapely.box(100, 100, 300, 300), "<b>pen</b>": shapely.box(400, 100, 600, 400)}
+    draw(tmp_path / "drawn" / "s1.geojson", **shapes)
+    runs = [run(tmp_path, "na")]
+    found = view(features(tmp_path), runs, annotations=tmp_path / "drawn", export=tmp_path / "out")
+    page = browser.new_page(viewport={"width": 900, "height": 700})
+    page.goto(found.page.as_uri())
+    page.wait_for_function(READY)
+    assert [text.strip() for text in page.locator("#drawn label").all_inner_texts()] == ["<b>pen</b>", "tumour"]
+    # The colour of the overlay where the left side of each box is, in the slide's pixels.
+    pixel = """([x, y]) => { const one = GatedSRPViewer.panes[0], ratio = devicePixelRatio, p = one.viewer.viewport.imageToViewerElementCoordinates(
+        new OpenSeadragon.Point(x, y)); return [...one.over.getContext("2d").getImageData(p.x * ratio, p.y * ratio, 1, 1).data.slice(0, 3)]; }"""
+    at = {"pen": [400, 250], "tumour": [100, 200]}
+    pen, tumour = [0, 114, 178], [213, 94, 0]
+    assert [page.evaluate(pixel, at[name]) for name in ("pen", "tumour")] == [pen, tumour]
+    page.locator("#drawn input").first.uncheck()
+    assert page.evaluate(pixel, at["pen"]) != pen and page.evaluate(pixel, at["tumour"]) == tumour
+    page.locator("#name").click()
+    page.keyboard.press("r")
+    assert page.evaluate(pixel, at["tumour"]) != tumour
+    page.keyboard.press("r")
+    assert [page.evaluate(pixel, at[name]) for name in ("pen", "tumour")] == [pen, tumour]
+    page.close()

@@ -36,7 +36,7 @@ from gated_srp.reports.maps import Patches, SlideView, view_slide
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.training.folder import RunFolder
 from gated_srp.training.known import files_for, known_of, with_ids
-from gated_srp.training.seen import overlap_in_words
+from gated_srp.training.seen import overlap_in_words, refuse_seen
 from gated_srp.training.trained import TrainedRun, open_runs
 
 _SAMPLE = 200  # patches per slide, class and layer that are kept for a figure
@@ -194,9 +194,14 @@ def _part(word: str) -> str:
 def _overlap(
     jobs: Sequence[ScoredRun], parts: Sequence[list[str]], known: pd.DataFrame, allowed: bool
 ) -> Iterator[Note]:
-    if any(job.run.seen is None for job in jobs):
-        said = "a model's card does not say which slides it was trained on, so none can be told apart from them"
-        yield Note("warning", "seen_unknown", said)
+    said_of: dict[Note, None] = {}
+    for job, words in zip(
+        jobs, parts, strict=True
+    ):  # as `evaluate` does: what is scored must be new to the model, or it is said
+        scored_by = known[[_part(word) != "val" and (allowed or not word) for word in words]]
+        if len(scored_by):
+            said_of |= dict.fromkeys(refuse_seen(job.run.seen, scored_by, where=job.label, allowed=allowed))
+    yield from said_of
     for job, words in list(zip(jobs, parts, strict=True))[:1]:
         if said := overlap_in_words(words):
             how = "scored all the same, which is no test" if allowed else "left out of the scores"

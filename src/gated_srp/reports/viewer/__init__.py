@@ -9,15 +9,17 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from gated_srp.data.annotations import find_annotations
 from gated_srp.data.files.containers import CONTAINERS
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
+from gated_srp.data.regions import folder_of
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
@@ -46,6 +48,7 @@ class ViewedSlide:
 
     file: Path
     image: Path | None = None
+    annotations: Path | None = None  # what was drawn on it
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Viewer:
         with self._lock:
             if number not in self._scenes:
                 one = self.slides[number]
-                self._scenes[number] = open_scene(one.file, self._ask(number), image=one.image)
+                self._scenes[number] = open_scene(
+                    one.file, self._ask(number), image=one.image, annotations=one.annotations
+                )
             return self._scenes[number]
 
     def _ask(self, number: int) -> tuple[Asked, ...]:
@@ -202,6 +207,7 @@ def view(
     wsi: str | Path | None = None,
     export: str | Path | None = None,
     features: str | Path = "viewed",
+    annotations: str | Path | None = None,
     size: int | None = None,
     coords: str | Path | None = None,
     table: str | Path | None = None,
@@ -217,6 +223,7 @@ def view(
         wsi: the slide image, or the folder with the images, where the feature files do not name them.
         export: write a folder that opens from the disk, and return it.
         features: folder for features of slide images.
+        annotations: as in `heatmap`: outlines are shown, a layer per class, and runs that were trained on ``regions`` find them there.
         size: pixels of a patch of slide images; the encoder's own if not set.
         coords: folder of positions, where feature files have none and they do not lie beside them.
         table: as in `heatmap`, for runs whose bags are patients, or with covariates.
@@ -244,7 +251,10 @@ def view(
             found.append(ViewedSlide(file, place))
         else:
             found += [ViewedSlide(file, image_in(file, wsi)) for file in feature_files(place, paths)]
-    reading = Preparation(coords=Path(coords) if coords else None, stride=stride)
+    if annotations is not None:
+        drawn = find_annotations(annotations, [slide_stem(one.file) for one in found])
+        found = [replace(one, annotations=drawn.get(slide_stem(one.file))) for one in found]
+    reading = Preparation(coords=Path(coords) if coords else None, stride=stride, regions=folder_of(annotations))
     known = [_known(TrainedRun.open(run), [one.file for one in found], table) for run in paths]
     viewer = Viewer(found, paths, known, reading=reading, force=force)
     if export is None:

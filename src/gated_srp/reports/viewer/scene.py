@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gated_srp.data.annotations import NOTHING, Annotations, annotations_of
 from gated_srp.data.loader import SlideBag
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation
@@ -29,6 +30,7 @@ from gated_srp.slides.reader import SlideImage, SlideInfo
 from gated_srp.training.trained import TrainedRun, average, open_slide
 
 TOP = 12  # patches of the strip
+OUTLINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")  # a colour per class
 _DIFFERENCE = "Where the second run looks more (orange) or less (purple) than the first, each in multiples of its own mean on the slide."
 _AS_STORED = Preparation()
 _NONE = 255  # the colour of a patch that the model did not see
@@ -67,6 +69,7 @@ class Scene:
     answers: tuple[dict[str, str], ...]  # of each run
     layers: tuple[Layer, ...]
     notes: tuple[Note, ...]
+    drawn: Annotations = NOTHING
 
     @property
     def size(self) -> tuple[int, int]:
@@ -98,6 +101,7 @@ class Scene:
             "layers": [_layer(layer) for layer in self.layers],
             "colours": {name: _table(name) for name in sorted(colours)},
             "notes": [note.line for note in self.notes],
+            "drawn": _outlines(self.drawn),
         }
 
     def script(self, *, finest: int, coarsest: int) -> str:
@@ -125,6 +129,25 @@ def _layer(layer: Layer) -> dict[str, Any]:
     }
 
 
+def _outlines(drawn: Annotations) -> list[dict[str, Any]]:
+    """The rings of each class, in level-0 pixels, with the line that it is drawn with."""
+    import shapely
+
+    found = []
+    for number, name in enumerate(drawn.classes):
+        rings = shapely.get_rings(shapely.get_parts(drawn.shape([name])))
+        corners = [_packed(shapely.get_coordinates(ring).astype("<f4")) for ring in rings]
+        found.append(
+            {
+                "name": name,
+                "colour": OUTLINES[number % len(OUTLINES)],
+                "dashed": number >= len(OUTLINES),
+                "rings": corners,
+            }
+        )
+    return found
+
+
 def _packed(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
@@ -136,8 +159,10 @@ def _table(name: str) -> str:
     return _packed(colormaps[name](np.linspace(0, 1, 255), bytes=True)[:, :3])
 
 
-def open_scene(file: Path, asked: Sequence[Asked], *, image: Path | None = None) -> Scene:
-    """Run every model on a feature file, and lay what they show over the slide."""
+def open_scene(
+    file: Path, asked: Sequence[Asked], *, image: Path | None = None, annotations: Path | None = None
+) -> Scene:
+    """Run every model on a feature file, and lay what they show, and what was drawn, over the slide."""
     views = [one.view(file) for one in asked]
     header = views[0].patches.header
     patches = Patches.of(header)
@@ -149,7 +174,8 @@ def open_scene(file: Path, asked: Sequence[Asked], *, image: Path | None = None)
     layers = [layer for number, view in enumerate(views) for layer in _layers_of(number, view, len(header.coords))]
     names = tuple(view.run for view in views)
     layers += _differences(layers, names)
-    notes = tuple(dict.fromkeys(note for view in views for note in view.warnings))
+    drawn = NOTHING if annotations is None else annotations_of(annotations, header)
+    notes = tuple(dict.fromkeys([*(note for view in views for note in view.warnings), *drawn.notes]))
     return Scene(
         slide_stem(file),
         file,
@@ -160,6 +186,7 @@ def open_scene(file: Path, asked: Sequence[Asked], *, image: Path | None = None)
         tuple(one.answers() for one in asked),
         tuple(layers),
         notes,
+        drawn,
     )
 
 

@@ -45,6 +45,7 @@
       }
       for (const name of Object.keys(data.colours)) data.colours[name] = bytes(data.colours[name]);
       data.cells = index(data);
+      regions(data);
       state.data = data;
       state.region = null;
       const at = data.layers.findIndex((layer) => layer.value === "attention");
@@ -61,6 +62,25 @@
       $("notes").replaceChildren(...[data.about + ".", ...data.notes].map((note) => made("p", note, { class: "soft" })));
     },
   };
+
+  // What was drawn on the slide: one path per class in its pixels, and a box that shows or hides it.
+  function regions(data) {
+    const boxes = data.drawn.map((kind) => {
+      kind.path = new Path2D();
+      for (const ring of kind.rings.map(floats)) {
+        for (let i = 0; i < ring.length; i += 2) kind.path[i ? "lineTo" : "moveTo"](ring[i], ring[i + 1]);
+        kind.path.closePath();
+      }
+      const label = made("label"), box = made("input", null, { type: "checkbox" }), line = made("i");
+      kind.shown = box.checked = true;
+      box.onchange = () => { kind.shown = box.checked; for (const one of state.panes) paint(one); };
+      line.style.borderTop = "3px " + (kind.dashed ? "dashed " : "solid ") + kind.colour;
+      label.append(box, " ", line, " ", kind.name);
+      return label;
+    });
+    $("drawn").replaceChildren("Drawn:", ...boxes);
+    $("drawn").hidden = !boxes.length;
+  }
 
   // Which patches lie at a place: lists by square cells of a patch's side.
   function index(data) {
@@ -220,6 +240,15 @@
       pen.globalAlpha = 1;
     }
     const zoom = (last.x - first.x) / data.size[0];
+    pen.save();
+    pen.translate(first.x, first.y);
+    pen.scale(zoom, zoom);
+    for (const kind of data.drawn.filter((kind) => kind.shown))
+      for (const [width, colour, dash] of [[5, "#fff", []], [2.5, kind.colour, kind.dashed ? [8, 5] : []]]) {
+        pen.lineWidth = width / zoom; pen.strokeStyle = colour; pen.setLineDash(dash.map((part) => part / zoom));
+        pen.stroke(kind.path);
+      }
+    pen.restore();
     pen.font = "600 12px system-ui, sans-serif";
     (data.layers[state.chosen[0]].top || []).forEach((row, i) => {
       const place = corner(one, data.corners[2 * row], data.corners[2 * row + 1]), side = data.side * zoom;
@@ -400,6 +429,7 @@
       arrowup: move(0, -1), w: move(0, -1), arrowdown: move(0, 1), s: move(0, 1),
       l: () => choose(0, (state.chosen[0] + 1) % count), k: () => choose(0, (state.chosen[0] + count - 1) % count),
       o: () => { state.shown = !state.shown; for (const one of state.panes) paint(one); }, g: () => $("grey").click(),
+      r: () => { const on = !state.data.drawn.some((kind) => kind.shown); for (const box of $("drawn").querySelectorAll("input")) if (box.checked !== on) box.click(); },
       n: () => jump(state.top + 1), p: () => jump(state.top < 0 ? -1 : state.top - 1), 0: () => $("home").click(),
       1: () => layOut(1), 2: () => layOut(2), 3: () => layOut(3),
     }[event.key.toLowerCase()];
