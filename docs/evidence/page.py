@@ -18,6 +18,7 @@ from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read
 from gated_srp.study.results import Difference, compare_results
 
 HERE = Path(__file__).parent
+CHANCE = 0.55  # of an AUC or a C-index, from which on a reference predicts something
 STEPS, LR = 400, 2e-4  # of the plan on real tissue, about: 600 to 650 fields train, 16 per step, 10 epochs
 
 
@@ -27,26 +28,50 @@ def stage_lines(
     """Per stage of the plan: what is finished, and its reading once it is complete. ``folder``: where its figure is drawn."""
     for stage in plan["stages"]:
         cohort = plan["cohorts"][stage["cohort"]]
-        units = [
-            f"{seed}_fold{fold}" if "folds" in cohort["settings"] else str(seed)
-            for seed in stage["seeds"]
-            for fold in range(cohort["settings"].get("folds", 1))
-        ]
-        here = results[(results["cohort"] == stage["cohort"]) & (results["metric"] == cohort["primary"])]
-        done = here[here["arm"].isin(stage["arms"]) & here["seed"].isin(units)]
-        planned = len(stage["arms"]) * len(units)
+        done, planned = _finished(plan, stage, results)
         yield f"### {stage['name']}: {stage['cohort']}, {cohort['primary']}, {len(done)} of {planned} runs\n"
         if len(done) < planned:
             yield "Not complete, and therefore not read.\n"
             continue
-        done = done.assign(value=pd.to_numeric(done["value"])).dropna()
-        found = compare_results(done, "na", margin=plan["margin"]).cohorts
+        found = compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
         yield from _stage_table(found, pd.DataFrame() if patients is None else patients)
         stem = HERE / f"stage_{stage['name']}"
         if folder is not None:
             _draw_stage(found, stem, title=f"{stage['cohort']}, {cohort['primary']}", margin=plan["margin"])
         if stem.with_suffix(".svg").is_file():
             yield f"![Differences to NA, stage {stage['name']}](evidence/{stem.name}.svg)\n"
+
+
+def _finished(plan: dict, stage: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """The primary metric of a stage's finished runs, and how many are planned."""
+    cohort = plan["cohorts"][stage["cohort"]]
+    units = [
+        f"{seed}_fold{fold}" if "folds" in cohort["settings"] else str(seed)
+        for seed in stage["seeds"]
+        for fold in range(cohort["settings"].get("folds", 1))
+    ]
+    here = results[(results["cohort"] == stage["cohort"]) & (results["metric"] == cohort["primary"])]
+    done = here[here["arm"].isin(stage["arms"]) & here["seed"].isin(units)]
+    return done.assign(value=pd.to_numeric(done["value"])), len(stage["arms"]) * len(units)
+
+
+def secondary(plan: dict, results: pd.DataFrame) -> str:
+    """In one sentence the stages, complete by now, that repeat the primary contrast otherwise; hints, as the plan says."""
+    said = []
+    for stage in plan["stages"][1:]:
+        done, planned = _finished(plan, stage, results)
+        if stage["arms"] == plan["stages"][0]["arms"] and len(done) == planned:
+            found = compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
+            arms = ", ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}" for one in found)
+            claimed = sum(one.claimed for one in found)
+            said.append(
+                f"{stage['name']} ({plan['cohorts'][stage['cohort']]['primary']}: {arms}; {claimed} of {len(found)} distinguishable from NA)"
+            )
+    return (
+        f"Repeated otherwise, as hints: {'; '.join(said)}."
+        if said
+        else "No stage that repeats it otherwise is complete."
+    )
 
 
 def _stage_table(found: Sequence[Difference], patients: pd.DataFrame) -> Iterator[str]:
@@ -143,11 +168,19 @@ def simulation_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> 
             interval = f"{row.difference:+.3f} ({row.low:+.3f} to {row.high:+.3f})"
             yield f"| {row.x} | {row.y} | {arm_title(row.arm)} | {row.reference:.3f} | {interval} | {mark} |"
         marked = int(((here["low"] > 0) | (here["high"] < 0)).sum())
-        yield f"\n{marked} of {len(here)} intervals exclude zero; {len(here) / 20:.1f} would by chance.\n"
+        yield f"\n{marked} of {len(here)} intervals exclude zero; {len(here) / 20:.1f} would by chance.{_weak(here)}\n"
         if runs == planned and folder is not None:
             draw_diagram(here, plan, name, folder / f"diagram_{name}")[-1].unlink()  # pages show the SVG
         if (HERE / f"diagram_{name}.svg").is_file():
             yield f"![{diagram['title']}](evidence/diagram_{name}.svg)\n"
+
+
+def _weak(here: pd.DataFrame) -> str:
+    """Where the reference itself hardly predicts, a missing difference says nothing."""
+    points = here.drop_duplicates(["x", "y"])
+    weak = int((points["reference"] < CHANCE).sum())
+    said = f" At {weak} of {len(points)} points NA itself is below {CHANCE}, hardly better than chance: nothing could be seen there."
+    return said if weak else ""
 
 
 def simulated_gates(results: pd.DataFrame) -> Iterator[str]:
@@ -185,6 +218,7 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),
             simulated_gates="\n".join(simulated_gates(simulated)),
             primary=_primary(plans[0], real),
+            secondary=secondary(plans[0], real),
             generated=_generated(plans[1], simulated),
             sign=_sign(simulated),
             follows=_follows(alike),
@@ -193,14 +227,19 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
     return parts
 
 
-def _generated(plan: dict, results: pd.DataFrame) -> str:
-    """What the complete diagrams show of Gated SRP with slow and fast gates, all points together."""
+def complete_diagrams(plan: dict, results: pd.DataFrame) -> list[str]:
+    """Those of which every run is finished."""
     done = set(results[KEY].itertuples(index=False, name=None))
-    complete = [
+    return [
         name
         for name in plan["diagrams"]
         if all(point.key(arm) in done for point in points_of(plan) if point.diagram == name for arm in point.arms)
     ]
+
+
+def _generated(plan: dict, results: pd.DataFrame) -> str:
+    """What the complete diagrams show of Gated SRP with slow and fast gates, all points together."""
+    complete = complete_diagrams(plan, results)
     found = differences(results, plan)
     found = found[found["diagram"].isin(complete)]
     if not len(found):
