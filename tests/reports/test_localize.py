@@ -97,6 +97,7 @@ def test_froc_equals_a_naive_loop_and_resampled_slides_equal_repeated_ones():
 
 
 def test_froc_by_hand():
+    assert RATES == (1 / 4, 1 / 2, 1, 2, 4, 8)  # CAMELYON16
     # Two slides, two lesions. Above 0.8: one lesion, nothing wrong. Above 0.6: half a false positive per slide. 0.5: both lesions.
     one = Detections(np.array([0.7]), np.array([0.9, 0.5]))
     two = Detections(np.empty(0), np.empty(0))
