@@ -52,6 +52,24 @@ def test_a_chunk_that_claims_more_bytes_than_the_file_has_gets_no_memory(tmp_pat
     assert _kind(path) == "oversized" and peak() - before < 2**31
 
 
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_chunk_shorter_than_its_checksum_is_refused_and_crashes_nothing(tmp_path, size):
+    path, slide = tmp_path / "s.h5", make_slide(columns=4, rows=3, width=6)
+    with h5py.File(path, "w") as file:
+        shape = {"chunks": (4, 6), "compression": "gzip", "fletcher32": True}
+        file.create_dataset("features", data=slide.features, **shape)
+        file["coords"] = slide.cells * 512
+    assert read_bag(path).features.shape == slide.features.shape
+    with h5py.File(path) as file:
+        chunk = file["features"].id.get_chunk_info(1)
+    whole, rest = path.read_bytes(), struct.pack("<IQ", 0, chunk.chunk_offset[0])
+    key = struct.pack("<I", chunk.size) + rest
+    assert whole.count(key) == 1
+    path.write_bytes(whole.replace(key, struct.pack("<I", size) + rest))
+    with pytest.raises(BagError, match="a chunk of 'features' is shorter than its own checksum"):
+        read_bag(path)
+
+
 def test_positions_that_compress_to_almost_nothing_open(tmp_path):
     cells = make_slide(columns=200, rows=200, width=1, kept=1.1).cells
     with h5py.File(tmp_path / "s.h5", "w") as file:

@@ -53,6 +53,7 @@ _DTYPES = {
 }  # fmt: skip
 
 _MOST_HOPS = 8  # soft links in a row
+_CHECKSUM = 4  # bytes behind a chunk, where its file keeps checksums
 _ROWS = 2048  # read at once: HDF5 notes every chunk of a request, which for TRIDENT's chunks of one row takes kilobytes per row
 _LARGE_CHUNK = 2**19  # bytes, compressed; smaller ones unfold to half a gigabyte at most
 _GROUPS = ("features", "feats", "patch_embeddings", "embeddings")
@@ -253,7 +254,8 @@ class Hdf5File(Container):
         data = self._dataset(name)
         dtype = self._dtype(name, data.dtype)
         plan = data.id.get_create_plist()
-        for code, _, _, label in (plan.get_filter(i) for i in range(plan.get_nfilters())):
+        filters = [plan.get_filter(i) for i in range(plan.get_nfilters())]
+        for code, _, _, label in filters:
             if not h5py.h5z.filter_avail(code):
                 filter_name = f"{label.decode('utf-8', 'replace')}, number {code}"
                 what = f"'{name}' is compressed with a filter that is missing here ({filter_name})"
@@ -270,6 +272,12 @@ class Hdf5File(Container):
             raise self._oversized(name, stored, there)
         if not real:
             raise self._oversized(name, data.nbytes, stored)
+        if data.chunks and any(code == h5py.h5z.FILTER_FLETCHER32 for code, *_ in filters):
+            sizes: list[int] = []
+            data.id.chunk_iter(lambda chunk: sizes.append(chunk.size))
+            if min(sizes, default=_CHECKSUM) < _CHECKSUM:  # HDF5 would sum up memory that is not the chunk's, and crash
+                what = f"a chunk of '{name}' is shorter than its own checksum"
+                raise self.error("unreadable", what, "It is damaged: copy, download or extract it again.")
         return Spec(data.shape, dtype)
 
     def read(self, name: str) -> Tensor:
