@@ -5,7 +5,7 @@ READY := .venv/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 SHELL := bash
 
-.PHONY: venv test quick lint demo bench docs lowest ray torture fuzz clean
+.PHONY: venv test quick lint demo bench docs lowest ray triton torture fuzz clean
 
 venv: $(READY)
 
@@ -70,6 +70,13 @@ ray: $(READY)
 		then .venv-ray/bin/python -m pytest -q tests/study/test_clusters.py; \
 		else echo "Ray cannot be fetched here: the tests of --engine ray are skipped"; fi
 
+# The kernels for GPUs, in Triton's interpreter; an environment of its own as for Ray.
+triton: $(READY)
+	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton
+	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python3*/site-packages)')" > $$(echo .venv-triton/lib/python3*/site-packages)/layer.pth
+	.venv-triton/bin/python $(PIP) triton
+	.venv-triton/bin/python -m pytest -q tests/srp/test_fused.py
+
 # Every file operation of train, compare, extract and the cache as a place where it is killed or the disk is full; half an hour.
 torture: $(READY)
 	@folder=$$(mktemp -d -p "$$(test -w /dev/shm && echo /dev/shm || echo /tmp)"); trap 'rm -rf "$$folder"' EXIT; OMP_NUM_THREADS=1 \
@@ -77,4 +84,4 @@ torture: $(READY)
 	GATED_SRP_KILLS=20 $(BIN)/python -m pytest -q -n 0 tests/training/test_training_resume.py -k random
 
 clean:
-	rm -rf .venv .venv-lowest .venv-ray build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-ray .venv-triton build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from gated_srp.srp import projection
 
 COMPARED = """
 from collections import Counter
@@ -90,6 +94,15 @@ with torch.no_grad(), Calls() as calls:
     module(y, v, graph)
 print(sum(calls.found.values()) + len(launches), (calls.bytes + sum(launches)) / (y.nbytes + v.nbytes))
 """
+
+
+def test_kernels_take_over_on_gpus_that_are_asked_to_alone(monkeypatch):
+    monkeypatch.setattr(projection, "find_spec", lambda name: name)
+    here, there = (SimpleNamespace(is_cuda=cuda, dtype=torch.float32) for cuda in (False, True))
+    assert not projection.by_kernels(there)
+    monkeypatch.setenv("GATED_SRP_FUSED", "1")
+    assert projection.by_kernels(there) and not projection.by_kernels(here)
+    assert not projection.by_kernels(SimpleNamespace(is_cuda=True, dtype=torch.float64))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (it comes with PyTorch for CUDA)")

@@ -185,7 +185,9 @@ def test_two_models_are_paired_over_patients_by_bootstrap_and_delong(tmp_path):
     ours, theirs = cohort(0), cohort(1)
     frame = pd.DataFrame({"slide": ours["slide"], "case": ours["patient"], "label": ours["label"].astype(str)})
     for name, table in (("ours", ours), ("theirs", theirs)):
-        frame.assign(prob_0=1 - table["p"], prob_1=table["p"]).to_csv(tmp_path / f"{name}.csv", index=False)
+        rows = frame.assign(prob_0=1 - table["p"], prob_1=table["p"])
+        rows = rows.sample(frac=1, random_state=0) if name == "theirs" else rows  # each tool has an order of its own
+        rows.to_csv(tmp_path / f"{name}.csv", index=False)
     files = [str(tmp_path / f"{name}.csv") for name in ("theirs", "ours")]
     shown = CliRunner().invoke(app, ["stats", *files, "--repeats", "40", "--json", str(tmp_path / "all.json")])
     assert shown.exit_code == 0, shown.output

@@ -3,6 +3,7 @@
 Shapes: L rows, E neighbour entries, C channels, D head width; ``...`` any leading axes.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,8 +26,12 @@ def composed() -> bool:
 
 
 def by_kernels(y: Tensor) -> bool:
-    """Whether fused kernels (`srp.fused`) take over: on a GPU with Triton, for numbers that they have; a compiler fuses by itself."""
-    return y.is_cuda and y.dtype != torch.float64 and not composed() and find_spec("triton") is not None
+    """Whether fused kernels (`srp.fused`) take over: on a GPU with Triton, for numbers that they have; a compiler fuses by itself.
+
+    Only where GATED_SRP_FUSED=1 asks for them: they were proved in Triton's interpreter, and never ran on a GPU.
+    """
+    asked = y.is_cuda and os.environ.get("GATED_SRP_FUSED") == "1"
+    return asked and y.dtype != torch.float64 and not composed() and find_spec("triton") is not None
 
 
 def neighbour_mean(rows: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
