@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from factories import make_slide, peak, write_clam
 from images import mean_colour, picture, write_slide
@@ -68,6 +69,26 @@ def test_a_slide_whose_header_claims_what_is_not_there_is_refused_by_name(tmp_pa
     assert time.process_time() - started < 5
     with SlideImage(good) as slide:
         assert slide.info.size == (256, 256)
+
+
+@pytest.mark.parametrize("options", [{}, {"bigtiff": True}, {"byteorder": ">"}])
+def test_a_tag_that_claims_more_than_the_file_has_is_refused_before_any_library_sees_it(tmp_path, monkeypatch, options):
+    path = tmp_path / "s.tif"
+    with tifffile.TiffWriter(path, **options) as file:
+        for level in (np.full((64, 64, 3), 9, np.uint8), np.full((32, 32, 3), 9, np.uint8)):
+            file.write(level, tile=(16, 16), photometric="rgb", software="a scanner of the tests")
+    with SlideImage(path) as slide:
+        assert slide.info.size == (64, 64)
+    with tifffile.TiffFile(path) as file:
+        tag, big = file.pages[1].tags["Software"], file.is_bigtiff
+    content = bytearray(path.read_bytes())
+    struct.pack_into(options.get("byteorder", "<") + ("Q" if big else "I"), content, tag.offset + 4, 3_000_000_000)
+    path.write_bytes(content)
+    monkeypatch.setattr(reader, "_open", lambda path: pytest.fail("opened all the same"))
+    monkeypatch.setattr(reader, "try_out", lambda *args, **kwargs: None)
+    with pytest.raises(SlideError, match=r"its tag 305 claims 3,000,000,000 bytes in a file of") as caught:
+        SlideImage(path)
+    assert (caught.value.path, caught.value.kind) == (path, "oversized")
 
 
 def test_a_slide_is_tried_out_before_it_is_opened(tmp_path, monkeypatch):

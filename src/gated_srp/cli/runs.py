@@ -130,7 +130,7 @@ def _budget_curve(runs: list[Path], features: Path, out: Path, **how: Any) -> No
     from gated_srp.reports.budget import budget_curve
 
     if len(runs) > 1:
-        raise UserError(f"{len(runs)} runs", where="--budget-curve", cure="Name one run.")
+        raise UserError(counted(len(runs), "run"), where="--budget-curve", cure="Name one run.")
     _prepare_folder(out, out / "budget.csv")
     with show_progress() as progress:
         found = budget_curve(runs[0], features, **how, progress=progress)

@@ -6,7 +6,9 @@ This module and its neighbours `tissue` and `tiles` do without torch: reading pr
 
 import math
 import re
+import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +32,20 @@ _CONVERT = "Convert it, e.g. with libvips: vips tiffsave IN.tiff OUT.tiff --comp
 _SECONDS = 10  # of the processor to open a slide, the libraries' imports too
 _PIXELS = 2**28  # at once
 _AGAIN = "Copy it again, or leave it out."
+_TAG_BYTES = {
+    3: 2,
+    4: 4,
+    5: 8,
+    8: 2,
+    9: 4,
+    10: 8,
+    11: 4,
+    12: 8,
+    13: 4,
+    16: 8,
+    17: 8,
+    18: 8,
+}  # of a value of a TIFF's tag; else 1
 _BLOCK = 2048  # pixels of a level read at once for an overview
 
 
@@ -73,6 +89,7 @@ class SlideImage:
             raise SlideError(
                 self.path, f"asks for too much memory, or is damaged ({_text(error)})", cure=_AGAIN
             ) from None
+        _check_tags(self.path)
         self._slide = _open(self.path)
         try:
             self.info = _describe(self.path, self._slide)
@@ -265,6 +282,31 @@ def _look_at(path: Path) -> None:
                 raise
             except Exception:  # a damaged piece is named where it is needed
                 continue
+
+
+def _check_tags(path: Path) -> None:
+    """Refuse a TIFF with a tag that claims more bytes than the file has: OpenSlide makes room for them before it looks."""
+    if path.suffix.lower() not in (".tif", ".tiff", ".svs"):
+        return
+    size = path.stat().st_size
+    with path.open("rb") as file, suppress(struct.error):
+        start = file.read(16)
+        order = {b"II": "<", b"MM": ">"}.get(start[:2], "")
+        big = bool(order) and struct.unpack_from(f"{order}H", start, 2)[0] == 43
+        count_of, entry, offset = ("Q", "HHQQ", "Q") if big else ("H", "HHII", "I")
+        at = struct.unpack_from(f"{order}{offset}", start, 8 if big else 4)[0] if order else 0
+        seen: set[int] = set()
+        while 0 < at < size and at not in seen:
+            seen.add(at)
+            file.seek(at)
+            (tags,) = struct.unpack(f"{order}{count_of}", file.read(struct.calcsize(f"{order}{count_of}")))
+            step = struct.calcsize(f"{order}{entry}")
+            listed = file.read(min(tags, size // step) * step)
+            for tag, kind, count, _ in struct.iter_unpack(f"{order}{entry}", listed):
+                if count * _TAG_BYTES.get(kind, 1) > size:
+                    what = f"its tag {tag} claims {count * _TAG_BYTES.get(kind, 1):,} bytes in a file of {size:,}"
+                    raise SlideError(path, what, cure=_AGAIN, kind="oversized")
+            (at,) = struct.unpack(f"{order}{offset}", file.read(struct.calcsize(f"{order}{offset}")))
 
 
 def _check_claims(path: Path, info: SlideInfo, known: Mapping[str, Any]) -> None:
