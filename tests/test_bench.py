@@ -121,6 +121,7 @@ def test_a_refactor_that_slows_a_ratio_down_is_refused_and_scatter_is_not(tmp_pa
     def bench_with(gated, *options):
         monkeypatch.setattr(bench, "time_arms", lambda *_, **__: timings(gated, [1.0] * 7))
         monkeypatch.setattr(bench, "memory_arms", lambda _: [])
+        monkeypatch.setattr(bench, "windows", lambda *_, **__: [])
         return CliRunner().invoke(app, ["bench", *options])
 
     base = tmp_path / "base.json"
