@@ -37,16 +37,17 @@ _BY_NAME = (
     EntryPoint("regression", "gated_srp.tasks.regression:Regression", _GROUP),
     EntryPoint("cox", "gated_srp.tasks.cox:Cox", _GROUP),
 )
+_OURS = (*TASKS, *(point.name for point in _BY_NAME))  # in one order, whichever was loaded first
 
 
 def task_names() -> tuple[str, ...]:
     """Every task that can be named: ours, those of `TASKS` and of installed packages."""
-    return tuple(dict.fromkeys([*TASKS, *(point.name for point in (*_BY_NAME, *entry_points(group=_GROUP)))]))
+    return tuple(dict.fromkeys([*_OURS, *TASKS, *(point.name for point in entry_points(group=_GROUP))]))
 
 
 def every_task() -> tuple[type[Task], ...]:
     """Our tasks, and those that were added to `TASKS`."""
-    return tuple(map(find_task, dict.fromkeys([*TASKS, *(point.name for point in _BY_NAME)])))
+    return tuple(map(find_task, dict.fromkeys([*_OURS, *TASKS])))
 
 
 def find_task(name: str | None) -> type[Task]:

@@ -9,6 +9,7 @@ Shapes: B bags, R rows of all bags, L rows of a bag (its first is CLS), H heads,
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import cast
 
@@ -75,7 +76,12 @@ class Pack:
         parts = torch.split(x, [group.num_rows for group in self.groups])  # its backward is one cat
         return [part.unflatten(0, (group.num_bags, -1)) for part, group in zip(parts, self.groups, strict=True)]
 
-    @property
+    @cached_property
+    def rows(self) -> Tensor:
+        """Of each bag, (B,); once for all blocks, since it is copied to the device."""
+        return torch.tensor(self.graph.rows, device=self.source.device)
+
+    @cached_property
     def cls_rows(self) -> Tensor:
         """(B,)"""
         starts = [end - rows for end, rows in zip(accumulate(self.graph.rows), self.graph.rows, strict=True)]
@@ -118,8 +124,7 @@ def _block(block: Block, x: Tensor, pack: Pack, keep: Tensor | None) -> Tensor:
     y, v = _attention(block, block.norm1(x), pack)  # (1, H, R, D)
     graph: PatchGraph = pack.graph
     if block.patches:
-        each = torch.tensor(pack.graph.rows, device=x.device)
-        keep = None if keep is None else keep.repeat_interleave(each, 1, output_size=len(x))
+        keep = None if keep is None else keep.repeat_interleave(pack.rows, 1, output_size=len(x))
     else:
         graph, x = graph.first_rows(), x.index_select(0, pack.cls_rows)
     x = _add(x, block._merge(y, v, graph)[0], keep, 0)
