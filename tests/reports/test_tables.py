@@ -41,6 +41,17 @@ def test_less_is_better_where_it_is(results):
     assert entries(grid, "c")[0] == Entry("0.5033 ± 0.1002", bold=True, tone="better")
 
 
+def test_a_difference_that_does_not_survive_holm_has_no_colour():
+    """p 0.025 by itself, 0.074 among three; the paired test of `b` alone is marked."""
+    values = {"na": (0.5, 0.6, 0.7), "b": (0.6, 0.74, 0.8), "c": (0.4, 0.65, 0.7), "d": (0.55, 0.6, 0.65)}
+    rows = [("K", arm, str(42 + i), "macro_f1", v) for arm, found in values.items() for i, v in enumerate(found)]
+    results = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])
+    alone = results[results["arm"].isin(["na", "b"])]
+    among, single = (comparison_grid(frame, compare(frame, "na"), title="T") for frame in (results, alone))
+    assert entries(among, "b") == (Entry("0.7133 ± 0.1026", bold=True),)
+    assert entries(single, "b") == (Entry("0.7133 ± 0.1026", bold=True, tone="better"),)
+
+
 def test_the_lowest_standard_deviation_is_bold(results):
     grid = std_grid(results, compare(results, "na"), title="T")
     assert entries(grid, "na") == (Entry("0.1000", bold=True), Entry("0.0000", bold=True))

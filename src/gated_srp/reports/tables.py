@@ -87,10 +87,10 @@ class Grid:
 
 
 def comparison_grid(results: pd.DataFrame, comparison: Comparison, *, title: str, notes: Sequence[str] = ()) -> Grid:
-    """Mean ± std over seeds, the best of a column bold, a tone only where the interval of the difference excludes zero."""
+    """Mean ± std over seeds, the best of a column bold, a tone only for a difference that is claimed."""
     columns = _columns(comparison)
     means, stds, counts = (_wide(results, columns, how) for how in ("mean", "std", "count"))
-    certain = [cell for cell in comparison.cohorts if cell.test.excludes_zero]
+    certain = [cell for cell in comparison.cohorts if cell.claimed]
     tones = {(cell.arm, str(cell.cohort), cell.metric): tone_of(cell.test.mean, cell.metric) for cell in certain}
     rows = []
     for arm in means.index:
@@ -106,7 +106,7 @@ def comparison_grid(results: pd.DataFrame, comparison: Comparison, *, title: str
     own = (
         f"Mean ± standard deviation over {counted(int(counts.max().max()), 'seed')} on the test set; the best of a column is bold. "
         f"↑ / ↓ (green / red): the 95 % interval of the paired difference to {reference} (Nadeau-Bengio, since seeds share slides) "
-        "excludes zero; unmarked differences are not distinguishable from zero.",
+        "excludes zero, and p after Holm's correction is below 0.05; unmarked differences are not distinguishable from zero.",
     )
     return Grid(title, columns, tuple(rows), (*notes, *own))
 
