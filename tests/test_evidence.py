@@ -127,7 +127,8 @@ def test_stages_that_repeat_the_contrast_are_summed_up_when_they_are_complete(pa
     table = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])
     assert (
         page.secondary(plan, table)
-        == "Repeated otherwise, as hints: q (auc: Gated SRP +0.0500; 0 of 1 distinguishable from NA)."
+        == "Repeated otherwise, as hints: q (auc: Gated SRP +0.0500; 0 of 1 distinguishable from NA, "
+        "0 shown to be no worse by more than 0.01)."
     )
     assert page.secondary(plan, table[:-1]) == "No stage that repeats it otherwise is complete."
 

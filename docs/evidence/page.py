@@ -63,10 +63,12 @@ def secondary(plan: dict, results: pd.DataFrame) -> str:
         if stage["arms"] == plan["stages"][0]["arms"] and len(done) == planned:
             found = compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
             arms = ", ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}" for one in found)
-            claimed = sum(one.claimed for one in found)
-            said.append(
-                f"{stage['name']} ({plan['cohorts'][stage['cohort']]['primary']}: {arms}; {claimed} of {len(found)} distinguishable from NA)"
+            claimed, equal = (
+                sum(one.claimed for one in found),
+                sum(one.no_worse.startswith("no worse") for one in found),
             )
+            shown = f"{claimed} of {len(found)} distinguishable from NA, {equal} shown to be no worse by more than {plan['margin']:g}"
+            said.append(f"{stage['name']} ({plan['cohorts'][stage['cohort']]['primary']}: {arms}; {shown})")
     return (
         f"Repeated otherwise, as hints: {'; '.join(said)}."
         if said
