@@ -122,13 +122,18 @@ def arms_page() -> str:
         header = ("arm", "in tables", "parameters", *phases, "starts as", "what it does", "not for")
         lines += [f"## {title}", _table(header, rows)]
     reasons = [f"- `{name}`, {task}: {why}" for name, arm in ARMS.items() for task, why in arm.refuses.items()]
+    whys: dict[str, list[str]] = {}
+    for name, arm in ARMS.items():
+        if arm.no_pretraining:
+            whys.setdefault(arm.no_pretraining, []).append(f"`{name}`")
+    unpretrained = [f"- {', '.join(names)}, [pretraining](pretraining.md): {why}" for why, names in whys.items()]
     lines += [
         "## What was checked",
         "Models of other publications are written from their texts. Each is held by `tests/models` to a plain loop over the formula in its "
         "docstring; none was compared with numbers of its authors' programs.",
         "\n".join(f"- {', '.join(names)}: {said}" for said, names in checked.items()),
         "## Why not",
-        "\n".join(reasons),
+        "\n".join([*reasons, *unpretrained]),
     ]
     return "\n\n".join(lines) + "\n"
 

@@ -13,7 +13,20 @@ import gated_srp
 
 HERE = Path(__file__).resolve().parents[1]
 SOURCE = HERE / "src" / "gated_srp"
-FLOWS = {"init", "check", "extract", "train", "predict", "evaluate", "compare", "tune", "reproduce", "stats", "heatmap"}
+FLOWS = {
+    "init",
+    "check",
+    "extract",
+    "train",
+    "predict",
+    "pretrain",
+    "evaluate",
+    "compare",
+    "tune",
+    "reproduce",
+    "stats",
+    "heatmap",
+}
 FLOWS |= {
     "budget_curve",
     "compare_targets",

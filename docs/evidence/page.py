@@ -16,6 +16,7 @@ from gated_srp.models import METHOD, arm_title
 from gated_srp.reports.figures import COLOURS, panels, save, tidy
 from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read_plan, read_table
 from gated_srp.study.results import Difference, compare_results
+from gated_srp.study.statistics import holm, paired
 
 HERE = Path(__file__).parent
 CHANCE = 0.55  # of an AUC or a C-index, from which on a reference predicts something
@@ -74,6 +75,37 @@ def secondary(plan: dict, results: pd.DataFrame) -> str:
         if said
         else "No stage that repeats it otherwise is complete."
     )
+
+
+def pretraining_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
+    """Per stage of the plan on pretraining: what is finished, and its contrasts once it is complete."""
+    for stage in plan["stages"]:
+        metric = plan["cohorts"][stage["cohort"]]["primary"]
+        done, planned = _finished(plan, stage, results)
+        yield f"### {stage['name']}: {stage['cohort']}, {metric}, {len(done)} of {planned} runs\n"
+        if len(done) < planned:
+            yield "Not complete, and therefore not read.\n"
+            continue
+        wide = done.pivot(index="seed", columns="arm", values="value")
+        tests = [paired(wide[one] - wide[other]).corrected for one, other in plan["contrasts"]]
+        adjusted = [*holm([test.p for test in tests[:2]]), *(test.p for test in tests[2:])]
+        yield "| first | second | means | difference (95 % interval) | p (Holm over the first two) | what it shows |\n|---|---|---|---|---|---|"
+        for (one, other), test, p in zip(plan["contrasts"], tests, adjusted, strict=True):
+            interval = f"{test.mean:+.4f} ({test.low:+.4f} to {test.high:+.4f})"
+            decided = p < 0.05 and (test.low > 0 or test.high < 0)
+            words = ("better" if test.mean > 0 else "worse") if decided else "not distinguishable"
+            words += f", no worse by more than {plan['margin']:g}" if test.low > -plan["margin"] else ""
+            names = " | ".join(map(_with_start, (one, other)))
+            yield f"| {names} | {wide[one].mean():.4f}, {wide[other].mean():.4f} | {interval} | {p:.3f} | {words} |"
+        here = results[(results["cohort"] == stage["cohort"]) & (results["metric"] == "pretraining_r2")]
+        shown = here.groupby("arm", sort=False)["value"].agg(["min", "max"])
+        spans = ", ".join(f"{_with_start(arm)} {row['min']:.3f} to {row['max']:.3f}" for arm, row in shown.iterrows())
+        yield f"\nR2 of masked patches on validation, over seeds: {spans}.\n"
+
+
+def _with_start(arm: str) -> str:
+    name, _, start = arm.partition("@train.init=")
+    return f"{arm_title(name)}, {start}" if start else arm_title(name)
 
 
 def _stage_table(found: Sequence[Difference], patients: pd.DataFrame) -> Iterator[str]:
@@ -202,6 +234,10 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
     names = ("", "_gates", "_homogeneity", "_bootstrap")
     real, gates, alike, patients = (pd.read_csv(tables / f"breakhis{name}.csv", dtype={"seed": str}) for name in names)
     simulated = read_table(tables / "simulation.csv")
+    third = yaml.safe_load((HERE / "pretraining.yaml").read_text(encoding="utf-8"))
+    rows = tables / "pretraining.csv"
+    columns = ["cohort", "arm", "seed", "metric", "value"]
+    pretrained = pd.read_csv(rows, dtype={"seed": str}) if rows.is_file() else pd.DataFrame(columns=columns)
     needed = math.ceil(2 * (math.atanh(OUTSIDE) / (2 * LR) - 1))
     small = Reach(135, LR, 1.0, 1.0, 64)
     parts = (
@@ -215,6 +251,7 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             steps=STEPS,
             reach=f"{Reach(STEPS, LR, 1.0, 1.0, 64).beta:.2f}",
             reach10=f"{Reach(STEPS, LR, 10.0, 1.0, 64).beta:.2f}",
+            pretraining="\n".join(pretraining_lines(third, pretrained)),
             stages="\n".join(stage_lines(plans[0], real, patients, draw)),
             gates="\n".join(gate_lines(gates, alike)),
             diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),

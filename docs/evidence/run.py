@@ -4,7 +4,8 @@
 
 One run after the other, in the order of the plan; a run that was interrupted goes on where it was. The same command in a second
 process takes the runs that the first one has not begun. Tables (beside the plan):
-PLAN.csv (test metrics: cohort, arm, seed, metric, value), PLAN_gates.csv, PLAN_homogeneity.csv, PLAN_bootstrap.csv.
+PLAN.csv (test metrics: cohort, arm, seed, metric, value), PLAN_gates.csv and, where the plan has `fields` and `repeats`,
+PLAN_homogeneity.csv and PLAN_bootstrap.csv. An arm with train.init=pretrained is pretrained first, as its cohort's `pretraining` says.
 """
 
 import argparse
@@ -74,6 +75,7 @@ def only_one(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 def config_of(content: dict, name: str, data: Path, out: Path) -> CohortConfig:
     """The settings of a cohort of the plan: those of all, changed by its own."""
+    data = data / content["cohorts"][name].get("folder", "")
     settings = {key: dict(value) if isinstance(value, dict) else value for key, value in content["settings"].items()}
     for key, value in content["cohorts"][name]["settings"].items():
         settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
@@ -153,18 +155,26 @@ def main() -> None:
             if not mine or key_of(cell) in results.runs:
                 continue
             print(cell, flush=True)
-            gated_srp.train(cell.config, arm=cell.arm, seed=cell.seed, fold=cell.fold)
-            gated = find_arm(cell.arm).gated
-            seen = labelled(cell, homogeneity(cell, given.data, content["fields"])) if gated else None
+            which = {"arm": cell.arm, "seed": cell.seed, "fold": cell.fold}
+            found = {}
+            if cell.config.train.init:
+                base = config_of(content, cell.cohort, given.data, given.out)
+                run = gated_srp.pretrain(base, **which, **content["cohorts"][cell.cohort]["pretraining"])
+                found = {"pretraining_r2": run.metrics("val")["r2"]}
+            gated_srp.train(cell.config, **which)
+            gated, fields = find_arm(cell.arm).gated, content.get("fields")
+            seen = labelled(cell, homogeneity(cell, given.data, fields)) if gated and fields else None
             with only_one(given.out / "locks" / "tables", wait=True):
-                if seen is not None:
+                if gated:
                     gates.add(labelled(cell, cell.run.gates))
+                if seen is not None:
                     alike.add(seen)
                 patients.read()
-                patients.frame = bootstrap(cells, content["repeats"], patients.frame)
+                if "repeats" in content:
+                    patients.frame = bootstrap(cells, content["repeats"], patients.frame)
                 if len(patients.frame):
                     patients.write()
-                rows = pd.DataFrame(cell.metrics().items(), columns=["metric", "value"])
+                rows = pd.DataFrame((cell.metrics() | found).items(), columns=["metric", "value"])
                 results.add(labelled(cell, rows))  # last: it says that the run is done
 
 

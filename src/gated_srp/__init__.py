@@ -29,6 +29,7 @@ __all__ = [
     "load_model",
     "localize",
     "predict",
+    "pretrain",
     "readers",
     "report",
     "reproduce",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from gated_srp.training.embed import embed
     from gated_srp.training.evaluate import evaluate
     from gated_srp.training.predict import predict
+    from gated_srp.training.pretrain import pretrain
     from gated_srp.training.train import train
 
 _HOMES = {
@@ -87,6 +89,7 @@ _HOMES = {
     "localize": "reports.localize",
     "init": "cohort_draft",
     "predict": "training.predict",
+    "pretrain": "training.pretrain",
     "readers": "reports.readers",
     "report": "reports.page",
     "reproduce": "study.reproduction",

@@ -131,6 +131,11 @@ class Seen(Record):
     val: SeenIds
 
 
+class Start(Record):
+    sha256: str
+    seen: Seen | None = None
+
+
 class Covariate(Record):
     name: str
     mean: Number = None
@@ -158,6 +163,7 @@ class Card(Record):
     temperature: Positive | None = None
     calibration_slides: int | None = None
     seen: Seen | None = None
+    init: Start | None = None
     window: int = Field(default=3, ge=1, le=_SIZE)
     lattice: Literal["floor", "exact"] = "floor"
     order: Literal["file", "raster"] = "file"

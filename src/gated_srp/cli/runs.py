@@ -1,4 +1,4 @@
-"""Commands that make and use single runs and model files: train, predict, embed, evaluate, convert."""
+"""Commands that make and use single runs and model files: pretrain, train, predict, embed, evaluate, convert."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +22,7 @@ def train(
     seed: Annotated[int | None, Option(min=0, help="Split, start weights, order; the YAML's first.")] = None,
     fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
     init: Annotated[
-        Path | None, Option(help="Start weights: a run's model.safetensors, or a published checkpoint.")
+        Path | None, Option(help="Start weights: a run (of `pretrain`, say), its model, or a published checkpoint.")
     ] = None,
     devices: Annotated[int, Option(min=1, help="Processes that share the bags of an update.")] = 1,
     save_every: Annotated[
@@ -47,6 +47,43 @@ def train(
     except Interrupted as stopped:
         LOG.warning("%s", stopped)
         raise typer.Exit(130) from None
+
+
+def pretrain(
+    cohort: Cohort,
+    arm: Annotated[str | None, Option(help="Which model; gated_srp unless the YAML has others.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Split, start weights, order, masks; the YAML's first.")] = None,
+    fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
+    mask: Annotated[float, Option(help="Share of a slide's patches that is masked.")] = 0.5,
+    block: Annotated[
+        int, Option(min=1, help="Side of the windows that are masked together, in patches; 1: single ones.")
+    ] = 3,
+    unlabelled: Annotated[
+        list[Path] | None,
+        Option(help="Folder of further feature files, without a row in the table; repeat for several."),
+    ] = None,
+    devices: Annotated[int, Option(min=1, help="Processes that share the bags of an update.")] = 1,
+    save_every: Annotated[
+        float, Option(min=0, metavar="SECONDS", help="Between states that are saved within an epoch.")
+    ] = 300.0,
+    deep: Annotated[
+        bool, Option("--deep", help="Know feature files again by all of their bytes, not by a sample.")
+    ] = False,
+    out: Out = None,
+    change: Change = None,
+) -> None:
+    """Pretrain without labels, on masked patches, or go on with it: OUT/pretrained/COHORT/ARM/seed42."""
+    settings = changes(change)
+
+    from gated_srp.training.pretrain import pretrain as run
+
+    with show_progress() as progress:
+        which: dict[str, Any] = {"arm": arm, "seed": seed, "fold": fold, "out": out, "settings": settings}
+        how: dict[str, Any] = {"mask": mask, "block": block, "unlabelled": unlabelled or ()}
+        how |= {"devices": devices, "save_every": save_every, "deep": deep}
+        found = run(cohort, **which, **how, progress=progress)
+    named = f"--arm {found.results['arm']} --seed {found.results['seed']}"
+    say(f"Next: gated-srp train {cohort} {named} --init {found.path}")
 
 
 def changes(given: list[str] | None) -> dict[str, str]:

@@ -1,7 +1,5 @@
-"""The settings of a cohort's YAML (names, types, bounds) and what they lead to: the table, the file of each slide, the parts.
-
-data = open_cohort(load_config("cohort.yaml")); data.slides(seed=42) has one row per slide: slide, case, label(s), file, part
-"""
+"""The settings of a cohort's YAML (names, types, bounds) and what they lead to: the table, the file of each slide, the parts
+(``open_cohort(load_config("cohort.yaml")).slides(seed=42)``: a row per slide with slide, case, label(s), file and part)."""
 
 import math
 from collections.abc import Iterable
@@ -100,6 +98,7 @@ class TrainConfig(_Section):
     precision: Annotated[Literal["auto", "32", "bf16"], BeforeValidator(precision_name)] = "auto"
     checkpointing: bool = False
     only: Literal["gate"] | None = None
+    init: Literal["pretrained"] | None = None  # of `gated-srp pretrain`, for the same arm, seed and fold
     workers: int = Field(default=1, ge=0, le=1024)
     loss: str | None = None  # of those that the task has; None: its first
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = None

@@ -173,7 +173,7 @@ class BagLoader:
             if isinstance(found, int) and self.dataset.cache is not None:  # a worker has just checked its entry
                 for file, settings in self.dataset.cached(found):
                     self.dataset.cache.sound.add(self.dataset.cache.entry(file, settings))
-                found = self.dataset[found]
+                found = self.dataset.varied(found, variation)
             yield found
 
     def close(self) -> None:

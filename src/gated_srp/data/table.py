@@ -79,6 +79,7 @@ class Table:
     dropped: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     patients: Patients = "column"
+    unlabelled: pd.DataFrame | None = None  # slide and case of rows that were dropped for want of a label
 
     @property
     def kind(self) -> type[Task]:
@@ -157,6 +158,7 @@ def tidy_table(
     rows = rows.join(labels.frame, on="row").join(beside, on="row")
     for unusable, reason in labels.dropped:
         rows = log.drop(rows, rows["row"].map(unusable).astype(bool), reason)
+    unlabelled = rows.loc[rows[names].isna().any(axis=1), ["slide", "case"]].drop_duplicates(ignore_index=True)
     for name in names:
         rows = log.drop(rows, rows[name].isna(), f"no {name}")
     rows = _unique(rows, names, list(map(str, beside)), by_case=kind.one_truth_per_case, log=log)
@@ -165,7 +167,7 @@ def tidy_table(
     whole = [name for name in names if name not in kind.real]
     kept = ["slide", "case", *names, *(["site"] if "site" in rows else []), *beside]
     rows = rows.astype(dict.fromkeys(whole, "int64"))[kept]
-    table = Table(rows.reset_index(drop=True), kind.name, labels.classes, patients=patients)
+    table = Table(rows.reset_index(drop=True), kind.name, labels.classes, patients=patients, unlabelled=unlabelled)
     readings = kind.describe(table.frame, labels.classes, columns)
     return replace(table, dropped=tuple(log.dropped), notes=(*log.notes, *readings))
 

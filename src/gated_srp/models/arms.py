@@ -58,6 +58,9 @@ class PeerArm:
     images: ClassVar[bool] = False
     window: ClassVar[int | None] = None
     defaults: ClassVar[Mapping[str, Any]] = {}
+    no_pretraining: ClassVar[str] = (
+        "it is a model of another publication, and most of these have no token per patch at their end"
+    )
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -358,9 +361,10 @@ def arm_title(name: str) -> str:
 
 
 def build_model(
-    arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, covariates: int = 0, **sizes: Any
+    arm: str, *, in_dim: int, num_outputs: int, seed: int = 0, covariates: int = 0, masked: bool = False, **sizes: Any
 ) -> SlideModel:
-    """The model of an arm, its start values from ``seed``; ``sizes`` are the fields of `Sizes`, ``covariates`` numbers for its head.
+    """The model of an arm, its start values from ``seed``; ``sizes`` are the fields of `Sizes`, ``covariates`` numbers for its head;
+    ``masked``: the one that pretrains it (`masked.MaskedTransformer`).
 
     >>> model = build_model("gated_srp", in_dim=1536, num_outputs=4)
     >>> sum(p.numel() for p in model.parameters()) - 3 * 351
@@ -374,12 +378,13 @@ def build_model(
     full = Sizes(**{**parts.defaults, **sizes})
     # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
     with torch.random.fork_rng(devices=[]):
-        model: SlideModel = parts.build(in_dim, num_outputs, full)
+        make = _named("masked.build_masked") if masked else None
+        model: SlideModel = make(arm, in_dim, full) if make else parts.build(in_dim, num_outputs, full)
         if covariates:
             model.covariates = torch.nn.Linear(covariates, num_outputs, bias=False)
     initialise(model, seed)
     model.settings = {"arm": arm, "in_dim": in_dim, "num_outputs": num_outputs, **asdict(full)}
-    model.settings |= {"covariates": covariates} if covariates else {}
+    model.settings |= ({"covariates": covariates} if covariates else {}) | ({"masked": True} if masked else {})
     return model
 
 

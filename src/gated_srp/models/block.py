@@ -6,7 +6,7 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), S side of the square, D head wi
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Block(nn.Module):
     ``scratch``: buffers that the blocks share at inference; x may then be overwritten.
     """
 
-    patches: ClassVar[bool] = True  # it changes them, so that a correction of theirs has an effect
+    patches: bool = True  # it changes them, so that a correction of theirs has an effect
 
     def __init__(
         self, dim: int, attention: Attention, *, correction: GatedSRP | Adapter | None = None, mlp_ratio: int = 4
@@ -118,13 +118,18 @@ class Block(nn.Module):
 
 
 class LastBlock(Block):
-    """The last block of a model whose head reads CLS alone: keys and values of all rows, everything else for one. (B, 1, C)."""
+    """The last block of a model whose head reads CLS alone: keys and values of all rows, everything else for one. (B, 1, C).
 
-    patches: ClassVar[bool] = False
+    ``patches`` is set to True where it must update all rows, as a `Block` does.
+    """
+
+    patches: bool = False
 
     def forward(
         self, x: Tensor, graph: PatchGraph, keep: Tensor | None = None, scratch: Scratch | None = None
     ) -> Tensor:
+        if self.patches:
+            return super().forward(x, graph, keep, scratch)
         if self._in_one_pass(x, keep):
             y, v = first_row(self.attn, x, self.norm1, graph, scratch)
         else:

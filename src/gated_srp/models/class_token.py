@@ -41,6 +41,8 @@ class ClassBlock(LastBlock):
 class ClassAttentionTransformer(SlideTransformer):
     """CaiT (Touvron et al. 2021): patches attend to patches, then CLS enters for the last two blocks, which change it alone."""
 
+    no_pretraining: ClassVar[str] = "its last two blocks read patches for CLS alone, and would learn nothing"
+
     checked: ClassVar[str] = (
         "A forward written out by hand: patches pass as if there were no CLS and stay as they are in the class "
         "blocks. CaiT's LayerScale and talking heads are left out."
@@ -98,6 +100,8 @@ class SplitLastBlock(LastBlock):
 
 class SplitNormTransformer(SlideTransformer):
     """The norms of a block are split into one for CLS and one for patches (Marouani et al. 2026); the last norm reads CLS alone anyway."""
+
+    no_pretraining: ClassVar[str] = "its last block has no norm for patches"
 
     checked: ClassVar[str] = (
         "A loop over the rows of a norm. Of that publication's specialisation these are the norms alone; its "

@@ -69,6 +69,10 @@ class SizedAttention(SharedMap):
 class ReducedTransformer(SlideTransformer):
     """A slide model that hands fewer rows to each block but the first."""
 
+    no_pretraining: ClassVar[str] = (
+        "it merges or drops patches on the way, so that not every masked one has a token at the end"
+    )
+
     def before_block(self, number: int, x: Tensor, rows: PatchGraph) -> tuple[Tensor, PatchGraph]:
         if number == 0 or x.shape[1] < 4:  # CLS and two patches: nothing to choose from
             return x, rows

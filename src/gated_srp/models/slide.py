@@ -45,9 +45,7 @@ class SlideModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.covariates: nn.Linear | None = (
-            None  # the head's weights of covariates, where `build_model` was asked for them
-        )
+        self.covariates: nn.Linear | None = None  # the head's weights of covariates, where `build_model` was asked for
 
     def logits(self, slide: Tensor, graph: PatchGraph) -> Tensor:
         """The head's answer to vectors of slides (B, C): W z + b, or W z + V c + b, which is one layer over [z, c]."""
@@ -125,6 +123,9 @@ class SlideTransformer(SlideModel):
     The last block must be a `LastBlock`. ``checkpointing = True`` recomputes each block in backward.
     """
 
+    masks: ClassVar[bool] = False  # it predicts the features of masked patches: `masked.MaskedTransformer`
+    no_pretraining: ClassVar[str] = ""  # why it cannot be pretrained so
+
     def __init__(
         self,
         in_dim: int,
@@ -149,6 +150,10 @@ class SlideTransformer(SlideModel):
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         """``features`` (B, N, in_dim), ``graph`` of the patches alone, ``keep`` from `draw_keep` (drawn here in training) -> (B, outputs)."""
         check_bags(features, graph, self.in_proj.in_features)
+        return self.logits(self.norm(self.encode(features, graph, keep)[:, 0]), graph)
+
+    def encode(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
+        """What leaves the last block: CLS alone, (B, 1, C), unless it updates patches too."""
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
         scratch = Scratch() if one_pass(self.ppeg, *self.blocks) else None
@@ -162,7 +167,7 @@ class SlideTransformer(SlideModel):
                 x = block(x, rows, scale, scratch=scratch)
             if number == 0 and self.ppeg is not None and x.shape[1] > 1:  # after a last block CLS is alone
                 x = self.ppeg(x, overwrite=scratch is not None)
-        return self.logits(self.norm(x[:, 0]), graph)
+        return x
 
     @staticmethod
     def block_kind(number: int, depth: int) -> type[Block]:
@@ -343,6 +348,11 @@ class Arm:
     def kind(self) -> type[SlideTransformer]:
         return SlideTransformer
 
+    @property
+    def no_pretraining(self) -> str:
+        """Why it cannot be pretrained on masked patches, or nothing."""
+        return self.kind.no_pretraining
+
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
         blocks = self.blocks(sizes)
         position = None if self.position is None else self.position(sizes.dim)
@@ -369,6 +379,7 @@ class ImageArm(Arm):
     """An image model in the same parts: learned positions, twelve blocks."""
 
     images: ClassVar[bool] = True
+    no_pretraining: ClassVar[str] = "it is a model of images, whose patches are pixels"
     defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
 
     def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:

@@ -86,7 +86,7 @@ def measure_cell(spec: Mapping[str, Any]) -> dict[str, float]:
     ranks = Ranks.one(config.train.precision)
     rows = inputs.rows("train")
     width = read_header(inputs.bags.files[rows[0]], **inputs.bags.settings.reading).shape[1]
-    sizes = {"in_dim": width, "num_outputs": inputs.task.num_outputs, "seed": cell.seed}
+    sizes: dict[str, Any] = {"in_dim": width, "num_outputs": inputs.task.num_outputs, "seed": cell.seed}
     sizes |= {"covariates": inputs.covariates.width} if inputs.covariates else {}
     model = build_model(cell.arm, **sizes, **config.sizes(cell.arm)).to(ranks.device)
     with BagLoader(inputs.bags, workers=config.train.workers) as loader:

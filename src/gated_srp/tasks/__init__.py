@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 _GROUP = "gated_srp.tasks"  # of entry points
+PRETRAINING = (
+    "pretraining"  # in the card of a model that was trained without labels (`tasks.pretraining`); no cohort's task
+)
 TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Classification, Survival, Multilabel)}
 # Ours that are chosen by name alone, loaded when they are: no column says of itself that it is one of them.
 _BY_NAME = (
@@ -81,4 +84,7 @@ def task_from_card(card: Mapping[str, Any]) -> Task:
     if not card.get("task"):
         what = "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names"
         raise UserError(what, cure="A converted model gets them from `gated-srp convert --classes A,B,C`.")
+    if card["task"] == PRETRAINING:
+        what = "this model was pretrained without labels: it predicts features of masked patches, and no label"
+        raise UserError(what, cure="Train one from it: `gated-srp train COHORT --init RUN`.", kind="pretrained")
     return find_task(card["task"]).from_card(card)

@@ -107,6 +107,8 @@ class Task(ABC):
     losses: ClassVar[tuple[str, ...]] = ()  # what ``train.loss`` may name; the first is the default
     joint: ClassVar[bool] = False  # whether the loss is of the bags of an update together, rather than a mean over them
     calibrates: ClassVar[bool] = False  # whether logits may be divided by a fitted temperature before `predict`
+    masked: ClassVar[bool] = False  # whether the model predicts features of masked patches in place of labels
+    scored: ClassVar[tuple[str, ...]] = ("val", "test")  # parts that a finished training is read on
     judges_training: ClassVar[bool] = False  # whether `training_facts` needs predictions of the training cases
 
     # Reading a table -------------------------------------------------------------------------------------------------

@@ -266,6 +266,11 @@ class RunFolder:
             )
 
 
+def pretraining_place(config: CohortConfig, out: Path) -> CohortConfig:
+    """The same cohort, its runs where `pretrain` writes: OUT/pretrained/COHORT/ARM/seed42."""
+    return config.model_copy(update={"out": out / "pretrained"})
+
+
 def read_predictions(path: str | Path) -> pd.DataFrame:
     """A predictions table; ids and class names stay text, whatever they spell, and numbers are the ones that were written."""
     cure = "Run `gated-srp evaluate` again: it needs the column case and whole rows."
@@ -323,6 +328,8 @@ def departures(settings: Mapping[str, Any], card: Mapping[str, Any] = MappingPro
         found.append(f"classes are weighted in the training loss{how}{f': {listed}' if listed else ''}")
     if train.get("sampling"):
         found.append("training slides are drawn with replacement, every class equally often")
+    if train.get("init"):
+        found.append("starts from weights that were pretrained on masked patches, without labels")
     if train.get("loss"):
         found.append(f"training loss: {train['loss']}")
     return found

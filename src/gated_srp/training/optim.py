@@ -117,8 +117,10 @@ def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) ->
     """
     from gated_srp.models import load_model, load_published
 
-    source = (load_model if checkpoint.suffix == ".safetensors" else load_published)(checkpoint).state_dict()
-    own = model.state_dict()
+    found = (load_model if checkpoint.suffix == ".safetensors" else load_published)(checkpoint)
+    source, own = found.state_dict(), model.state_dict()
+    if found.settings.get("masked"):  # its head predicts features: of as many classes it would fit by chance
+        source = {name: one for name, one in source.items() if not name.startswith("head.")}
     gates = {name for name, _ in gate_parameters(model)}
     fresh = [name for name in own if name not in source or source[name].shape != own[name].shape]
     allowed = gates if all_of_trunk else gates | {name for name in own if name.startswith(("head.", "covariates."))}
@@ -131,7 +133,7 @@ def start_weights(model: SlideModel, checkpoint: Path, *, all_of_trunk: bool) ->
         )
     model.load_state_dict({name: own[name] if name in fresh else source[name] for name in own})
     unused = [name for name in source if name not in own]
-    notes = [f"start weights from {checkpoint}"]
+    notes = [f"start weights from {checkpoint}: {len(own) - len(fresh)} of {len(own)} tensors"]
     notes += [f"started anew, since the file has none that fit: {', '.join(fresh)}"] if fresh else []
     return notes + ([f"not used of the file: {', '.join(unused)}"] if unused else [])
 

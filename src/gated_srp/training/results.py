@@ -66,7 +66,7 @@ def read_results(training: Training, inputs: TrainingData, callbacks: RunCallbac
     temperature, few = 1.0, len(inputs.rows("val"))
     if inputs.task.calibrates and few < FEWEST:
         callbacks.say(f"no temperature is fitted: {counted(few, 'validation slide')}, {FEWEST} are needed")
-    for part in ("val", "test"):
+    for part in inputs.task.scored:
         rows = inputs.rows(part)
         logits = _logits(training, rows, callbacks)
         if part == "val":

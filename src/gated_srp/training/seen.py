@@ -58,6 +58,7 @@ class Seen:
     salt: str
     slides: Mapping[str, str]
     patients: Mapping[str, str]
+    before: Seen | None = None  # of the weights that its training started from
 
     def of(self, slide: str, case: str = "", file: str = "") -> str:
         """``training slide``, ``validation slide``, ``training patient``, ``validation patient``, or nothing."""
@@ -66,11 +67,12 @@ class Seen:
             parts = {known.get(one) for one in _hashes(self.salt, ids)}
             if part := next((part for part in _PARTS.values() if part in parts), None):
                 return f"{part} {kind}"
-        return ""
+        return self.before.of(slide, case, file) if self.before else ""
 
 
 def read_seen(card: Mapping[str, Any], folder: Path) -> Seen | None:
     """From a model's card; of an older one from the split.csv beside the model; None where neither says it."""
+    before = None if not (card.get("init") or {}).get("seen") else read_seen(card["init"], folder)
     if (stored := card.get("seen")) is not None:
         salt, parts = stored["salt"], {part: stored[part] for part in _PARTS}
     elif (split := RunFolder(folder).split) is not None:
@@ -84,7 +86,7 @@ def read_seen(card: Mapping[str, Any], folder: Path) -> Seen | None:
         {one: _PARTS[part] for part in reversed(_PARTS) for one in parts[part].get(kind, ())}
         for kind in ("slides", "patients")
     )
-    return Seen(salt, slides, patients)
+    return Seen(salt, slides, patients, before)
 
 
 def compare_with_training(known: Sequence[Seen | None], slides: pd.DataFrame) -> tuple[list[str], tuple[Note, ...]]:

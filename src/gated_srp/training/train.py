@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError, counted
 from gated_srp.models import ARMS, SlideModel, build_model
+from gated_srp.models.store import load_card, model_file
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
-from gated_srp.training.folder import RunFolder, departures, environment, settings_of, versions
+from gated_srp.training.folder import RunFolder, departures, environment, pretraining_place, settings_of, versions
 from gated_srp.training.inputs import TrainingData, check_files, fingerprints, load_inputs, refuse_other_inputs
 from gated_srp.training.loop import Training, fit
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
@@ -55,7 +56,7 @@ def train(
         fold: where the cohort sets ``folds``.
         out: where runs are written, instead of the cohort's ``out``.
         settings: settings of the YAML to change, e.g. ``{"train.epochs": 5}``.
-        init: start weights: a run's model.safetensors, or a published checkpoint.
+        init: start weights: a run (of `pretrain`, say) or its model.safetensors, or a published checkpoint.
         devices: processes that share the bags of each update; the numbers stay the same up to rounding.
         save_every: seconds between saved states within an epoch.
         deep: know feature files again by all of their bytes, not by a sample of them.
@@ -74,9 +75,15 @@ def train(
     config = with_changes(cohort, settings, out)
     arm = arm or config.main_arm
     seed = config.seeds[0] if seed is None else seed
-    config, start = for_arm(config, arm), Path(init) if init else None
-    job = Job(config, arm, seed, fold, init=start, devices=devices, deep=deep)
-    run = job.run
+    config = for_arm(config, arm)
+    job = Job(config, arm, seed, fold, devices=devices, deep=deep)
+    start = model_file(Path(init)) if init else pretrained_model(job) if config.train.init else None
+    return run_job(replace(job, init=start), save_every=save_every, loggers=loggers, progress=progress)
+
+
+def run_job(job: Job, *, save_every: float, loggers: Sequence[Any] = (), progress: Progress = silent) -> RunFolder:
+    """Begin a run, go on with it, or leave it alone where it is finished."""
+    run, config, devices = job.run, job.config, job.devices
     _check(job)
     _check_loggers(loggers, devices)
     if run.finished:
@@ -103,12 +110,33 @@ class Job:
     deep: bool = False
 
     @property
+    def which(self) -> dict[str, Any]:
+        return {"arm": self.arm, "seed": self.seed, "fold": self.fold}
+
+    @property
     def run(self) -> RunFolder:
-        return RunFolder.of(self.config, arm=self.arm, seed=self.seed, fold=self.fold)
+        return RunFolder.of(self.config, **self.which)
 
     @property
     def settings(self) -> dict[str, Any]:
         return settings_of(self.config, arm=self.arm, seed=self.seed)
+
+    def load(self) -> TrainingData:
+        return load_inputs(self.config, self.seed, self.fold)
+
+
+def pretrained_model(job: Job) -> Path | None:
+    """The model that `pretrain` left for the run's arm, seed and fold, in ``out`` or in a folder above it (a study writes into folders below)."""
+    out = job.config.out
+    places = [RunFolder.of(pretraining_place(job.config, one), **job.which) for one in (out, *out.parents[:3])]
+    found = [run.model for run in places if run.finished]
+    if found or job.run.begun or job.run.finished:
+        return found[0] if found else None
+    which = f"--arm {job.arm} --seed {job.seed}" + (f" --fold {job.fold}" if job.config.folds else "")
+    cure = f"Run `gated-srp pretrain COHORT {which}` first, with the same `out`."
+    raise UserError(
+        f"train.init: pretrained, but {places[0].path} is no finished run", where=str(job.run.path), cure=cure
+    )
 
 
 def _check(job: Job) -> None:
@@ -141,6 +169,7 @@ def _leave_alone(job: Job) -> None:
     """A finished run is compared with what is asked for and its results are read; what a killed process left there goes."""
     job.run.refuse_other_settings(job.settings)
     _ = job.run.results
+    _refuse_other_weights(job)
     if job.run.leftovers():
         with suppress(UserError), job.run.lock():  # another process holds it, or nobody may write there
             pass
@@ -152,22 +181,28 @@ def _refuse_other_start(job: Job, precision: str) -> None:
     if job.config.train.only == "gate" and job.init is None and not job.run.begun:
         cure = "Name the base with --init model.safetensors."
         raise UserError("gate fits the gates of a trained base", where="train.only", cure=cure)
-    recorded = (job.run.environment.get("init") or {}) if job.run.begun else {}
-    if job.init is not None and job.run.begun and file_hash(job.init) != recorded.get("sha256"):
-        raise UserError(
-            f"was begun from {recorded.get('path', 'fresh weights')}, not from {job.init}",
-            where=job.run.path,
-            cure="Choose another `out`, or remove the folder.",
-        )
+    if job.run.begun:
+        _refuse_other_weights(job)
     if job.run.begun and job.run.environment.get("precision", precision) != precision:
         what = "was begun by another process just now, in another precision"
         raise UserError(what, where=job.run.path, cure="Start the same command again.")
 
 
+def _refuse_other_weights(job: Job) -> None:
+    """A run that is there must have been begun from the start weights that are named now."""
+    recorded = job.run.environment.get("init") or {}
+    if job.init is not None and file_hash(job.init) != recorded.get("sha256"):
+        raise UserError(
+            f"was begun from {recorded.get('path', 'fresh weights')}, not from {job.init}",
+            where=job.run.path,
+            cure="Choose another `out`, or remove the folder.",
+        )
+
+
 def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float, loggers: Sequence[Any]) -> None:
     """What each rank does: rank 0 holds the folder, all compute."""
     run = job.run
-    inputs = load_inputs(job.config, job.seed, job.fold)
+    inputs = job.load()
     if not run.begun:  # a run that goes on knows its files again by their fingerprints
         check_files(inputs, progress if ranks.first else silent)
     with run.lock() if ranks.first else nullcontext(), run.nothing_unbegun() if ranks.first else nullcontext():
@@ -214,12 +249,13 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
             for state in (before(run.state), run.state):
                 with suppress(OSError):  # or at the next start
                     state.unlink()
-            found = results.metrics["test"][inputs.score] or {}
-            beside = {name: f" ({remark})" for name, remark in results.remarks["test"].items()}
+            last = inputs.task.scored[-1]
+            found = results.metrics[last][inputs.score] or {}
+            beside = {name: f" ({remark})" for name, remark in results.remarks[last].items()}
             said = (
                 ", ".join(f"{name} {value:.4f}{beside.get(name, '')}" for name, value in found.items()) or "no slides"
             )
-            callbacks.say(f"{run.path}: finished. Best epoch {training.progress.best_epoch}; test: {said}")
+            callbacks.say(f"{run.path}: finished. Best epoch {training.progress.best_epoch}; {last}: {said}")
             if len(gates := run.gates):
                 callbacks.say(f"gates in the last epoch: {gates_moved(gates)}")
         ranks.wait()
@@ -234,6 +270,7 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
         num_outputs=inputs.task.num_outputs,
         seed=job.seed,
         covariates=inputs.covariates.width if inputs.covariates else 0,
+        masked=inputs.task.masked,
         **job.config.sizes(job.arm),
     )
     if reason := model.refuses.get(inputs.task.name):
@@ -241,8 +278,10 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
     _refuse_other_input(job, model)
     model.checkpointing = train.checkpointing
     begun = ranks.agree(run.begun)
+    start = None
     if job.init is not None and not begun:
-        for line in start_weights(model, job.init, all_of_trunk=train.only == "gate"):
+        start, said = _start(job, model, inputs)
+        for line in said:
             callbacks.say(line)
     if train.only == "gate":
         freeze_all_but_gates(model, job.arm)
@@ -262,7 +301,6 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
     elif ranks.first:
         run.write_settings(job.settings)
         write_split(inputs.split, run.path / "split.csv")
-        start = None if job.init is None else {"path": str(job.init.absolute()), "sha256": file_hash(job.init)}
         facts = environment(device=str(ranks.device), devices=job.devices, precision=ranks.precision, init=start)
         run.write_json("environment.json", facts | {"slides_hash": inputs.hash, "slides": len(inputs.members)})
         run.write_csv("features.csv", fingerprints(inputs.bags, deep=job.deep))
@@ -273,6 +311,20 @@ def _prepare(job: Job, inputs: TrainingData, loader: BagLoader, callbacks: RunCa
             callbacks.say(f"train.pack: {job.arm} takes one bag at a time, so this run does")
     ranks.wait()
     return training
+
+
+def _start(job: Job, model: SlideModel, inputs: TrainingData) -> tuple[dict[str, Any], list[str]]:
+    """The start weights go into the model: what the run keeps of them, and what to say."""
+    assert job.init is not None
+    facts: dict[str, Any] = {"path": str(job.init.absolute()), "sha256": file_hash(job.init)}
+    notes: list[str] = []
+    card = load_card(job.init) if job.init.suffix == ".safetensors" else {}
+    if card:
+        from gated_srp.training.pretrain import check_start  # not above: few runs have start weights with a card
+
+        found, notes = check_start(card, model, inputs, where=job.init)
+        facts |= found
+    return facts, start_weights(model, job.init, all_of_trunk=job.config.train.only == "gate") + notes
 
 
 def _width(inputs: TrainingData) -> int:
@@ -301,7 +353,7 @@ def _refuse_other_input(job: Job, model: SlideModel) -> None:
 
 def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
     """The card of the run's model, results aside."""
-    bags = inputs.bags.settings
+    bags, start = inputs.bags.settings, job.run.environment.get("init")
     return {
         "cohort": job.config.name,
         "arm": job.arm,
@@ -315,6 +367,7 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         **({} if bags.images is None else {"images": asdict(bags.images)}),
         **({} if bags.regions is None else {"regions": bags.regions.rule}),
         "split_hash": inputs.split.hash,
+        **({"init": {key: one for key, one in start.items() if key != "path"}} if start else {}),
         "precision": precision,
         "gate_lr": job.config.train.gate_lr,
         **({"pack": job.config.train.pack} if job.config.train.pack else {}),

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gated_srp.models.attention import split_heads
 from gated_srp.models.block import Block
 from gated_srp.models.fast.gradients import projections
+from gated_srp.models.masked import MaskedGraph, MaskedTransformer
 from gated_srp.models.nystrom import NystromAttention, nystrom, pinv, segment_means
 from gated_srp.models.slide import SlideModel, SlideTransformer, check_bags
 from gated_srp.srp import PatchGraph
@@ -102,6 +103,9 @@ def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], 
     dtype = model.in_proj.weight.dtype
     x = model.in_proj(torch.cat([features.to(dtype) for features, _ in bags]))
     x = torch.cat([model.cls_token[0].to(x.dtype), x]).index_select(0, pack.source)  # (R, C)
+    if isinstance(model, MaskedTransformer):
+        hidden = [graph.hidden for _, graph in bags if isinstance(graph, MaskedGraph)]
+        x = model.hide(x, F.pad(torch.cat(hidden), (1, 0)).index_select(0, pack.source))
     if keep is not None:
         keep = keep[..., list(pack.order)]
     for number, block in enumerate(cast(Sequence[Block], model.blocks)):
@@ -110,8 +114,11 @@ def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], 
             x = checkpoint(_block, block, x, pack, factor, use_reentrant=False, preserve_rng_state=False)
         else:
             x = _block(block, x, pack, factor)
-        if number == 0 and model.ppeg is not None and len(model.blocks) > 1:
+        if number == 0 and model.ppeg is not None and len(x) > len(bags):  # after a last block CLS is alone
             x = _joined([model.ppeg(part).flatten(0, 1) for part in pack.split(x)])
+    if isinstance(model, MaskedTransformer):
+        spans = dict(zip(pack.order, pack.graph.spans, strict=True))
+        return torch.stack([model.errors(x[spans[number]], *bag) for number, bag in enumerate(bags)])
     given = [bags[bag][1].covariates for bag in pack.order]
     known = [one for one in given if one is not None]
     graph = pack.graph.with_covariates(torch.cat(known)) if known else pack.graph

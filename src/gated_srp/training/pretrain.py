@@ -1,0 +1,276 @@
+"""Pretraining without labels: `pretrain`, a run of the usual loop on masked patches; and what start weights must be to serve a run.
+
+A pretraining learns from the training part of a split and chooses its epoch on the validation part; test patients are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort
+from gated_srp.config.load import for_arm, with_changes
+from gated_srp.data.files.siblings import look_into, may_be_same
+from gated_srp.data.loader import SlideBag, SlideDataset, Variation
+from gated_srp.data.matching import files_of_cases, match_features, match_slides, slide_stem, tcga_patient
+from gated_srp.data.prepared import open_header
+from gated_srp.data.splits import Split, assign_parts
+from gated_srp.errors import Note, UserError, counted
+from gated_srp.models import SlideModel, find_arm
+from gated_srp.models.masked import MaskedGraph, Masking, pretrainable
+from gated_srp.models.slide import Arm
+from gated_srp.progress import Progress, silent
+from gated_srp.streams import stream
+from gated_srp.tasks import PRETRAINING
+from gated_srp.tasks.pretraining import MaskedFeatures
+from gated_srp.training.folder import RunFolder, pretraining_place
+from gated_srp.training.inputs import TrainingData, slide_dataset
+from gated_srp.training.seen import overlap_in_words, read_seen
+from gated_srp.training.train import Job, run_job
+
+_NOT_HERE = ("loss", "class_weights", "sampling", "only", "init")  # of train: what labels or start weights need
+
+
+def pretrain(
+    cohort: str | Path | CohortConfig,
+    *,
+    arm: str | None = None,
+    seed: int | None = None,
+    fold: int = 0,
+    mask: float = 0.5,
+    block: int = 3,
+    unlabelled: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    devices: int = 1,
+    save_every: float = 300.0,
+    deep: bool = False,
+    progress: Progress = silent,
+) -> RunFolder:
+    """Pretrain an arm without labels: it predicts the features of masked patches (`gated_srp.models.masked` has the loss).
+
+    An unfinished run goes on where it was, bit for bit; a finished one is left alone. ``train(..., init=run.path)``, or the setting
+    ``train.init: pretrained`` for all seeds of a study, starts from its weights.
+
+    It learns from the slides of the training part of the seed's split, and from rows of the table without a label whose patients are not in
+    validation or test; the epoch is chosen on the validation part. Slides of test patients are not opened.
+
+    Args:
+        cohort: the cohort's YAML, or its config; its table gives the split, labels are not used otherwise.
+        arm: which model; None: Gated SRP, or the first of the cohort's arms where it has none.
+        seed: of the split, the start weights, the order of slides and the masks; None: the cohort's first.
+        fold: where the cohort sets ``folds``.
+        mask: share of a slide's patches that is masked.
+        block: side, in places of the lattice, of the windows that are masked together; 1 masks single patches.
+        unlabelled: folders of further feature files without a row in the table. Files named after a patient or slide of validation or test
+            are left out; whose patient a file's name does not tell is said, and kept in the model's card.
+        out: where runs are written, instead of the cohort's ``out``.
+        settings: settings of the YAML to change, e.g. ``{"train.epochs": 50}``.
+        devices: processes that share the bags of each update.
+        save_every: seconds between saved states within an epoch.
+        deep: know feature files again by all of their bytes, not by a sample of them.
+        progress: as in `train`.
+
+    Returns:
+        The finished run's folder, OUT/pretrained/COHORT/ARM/seed42; ``metrics("val")["r2"]`` is the share of the variance of masked patches,
+        around the mean of their slide, that the model explains.
+
+    Example:
+        >>> import gated_srp
+        >>> run = gated_srp.pretrain("cohort.yaml", arm="gated_srp", seed=42)  # doctest: +SKIP
+        >>> gated_srp.train("cohort.yaml", arm="gated_srp", seed=42, init=run.path)  # doctest: +SKIP
+    """
+    masking, config = Masking(mask, block), with_changes(cohort, settings, out)
+    arm = arm or config.main_arm
+    pretrainable(arm)
+    if config.images is not None:
+        raise UserError("a cohort of images", where=config.name, cure="Pretraining is for features of patches.")
+    seed = config.seeds[0] if seed is None else seed
+    config = pretraining_place(without_labels(for_arm(config, arm)), config.out)
+    folders = tuple(Path(folder).absolute() for folder in unlabelled)
+    job = PretrainingJob(config, arm, seed, fold, devices=devices, deep=deep, masking=masking, unlabelled=folders)
+    return run_job(job, save_every=save_every, progress=progress)
+
+
+def without_labels(config: CohortConfig) -> CohortConfig:
+    """The cohort's settings without those that speak of labels, of patients as bags or of the head; its table still gives the split."""
+    train = config.train.model_copy(update=dict.fromkeys(_NOT_HERE))
+    own = {"train": train, "bag": "slide", "score": "slide", "metric": MaskedFeatures.selects[0], "covariates": None}
+    return config.model_copy(update=own)
+
+
+@dataclass(frozen=True)
+class PretrainingJob(Job):
+    """One pretraining to do."""
+
+    masking: Masking = field(default_factory=Masking)
+    unlabelled: tuple[Path, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        own = {"mask": self.masking.share, "block": self.masking.block, "unlabelled": list(map(str, self.unlabelled))}
+        return super().settings | {"pretraining": own}
+
+    def load(self) -> TrainingData:
+        data = open_cohort(self.config)
+        split = data.split(self.seed, self.fold)
+        slides, notes = pretraining_slides(data, split, self.unlabelled)
+        settings = slide_dataset(self.config, slides)
+        width = open_header(settings.files[0], settings.settings).shape[1]
+        task = MaskedFeatures(width, self.masking.share, self.masking.block)
+        bags = MaskedDataset(slides, settings.settings, targets=task.encode(slides), cache=settings.cache)
+        bags.masking, bags.seed = self.masking, self.seed
+        return TrainingData(slides, split, task, bags, "slide", (*data.notes, *split.notes, *notes))
+
+
+class MaskedDataset(SlideDataset):
+    """Bags with some of their patches masked: in an epoch of training by a stream of seed, epoch and slide, otherwise always alike."""
+
+    masking: Masking
+    seed: int
+
+    def varied(self, index: int, variation: Variation | None) -> SlideBag:
+        bag = super().varied(index, None)
+        when = "validation" if variation is None else variation[1]
+        drawn = self.masking.draw(bag.coords, bag.stride, stream(self.seed, f"mask/{when}/{bag.slide}"))
+        return replace(bag, graph=MaskedGraph.of(bag.graph, bag.features, drawn))
+
+
+def pretraining_slides(
+    data: CohortData, split: Split, folders: Sequence[Path]
+) -> tuple[pd.DataFrame, tuple[Note, ...]]:
+    """slide, case, file and part (train or val) of what a pretraining sees, and what to say of it.
+
+    Slides without a label train if their patient is in neither validation nor test. Of ``folders`` all files count that no row names.
+    """
+    columns = ["slide", "case", "file", "part"]
+    labelled = data.with_parts(split)[columns]
+    parts = assign_parts(split, data.table)
+    held = set(data.table.frame["case"][parts.isin(["val", "test"])])
+    more, notes = [], []
+    rows = data.table.unlabelled
+    if rows is not None and len(rows):
+        free = rows[~rows["case"].isin(held) & ~rows["slide"].isin(data.table.frame["slide"])]
+        found = (
+            match_features(list(free["slide"]), list(data.matches.unused), data.config.exclude)[0].found
+            if len(free)
+            else {}
+        )
+        free = free[free["slide"].isin(found)].drop_duplicates("slide")
+        more.append(free.assign(file=free["slide"].map(found), part="train"))
+        said = f"trains on {counted(len(free), 'slide')} without a label, {len(rows) - len(free)} left out"
+        said += " (of patients in validation or test, or without a file)"
+        notes.append(Note("note", "unlabelled", said))
+    for folder in folders:
+        own, note = _folder_slides(
+            folder, data, held, taken=[*labelled["file"], *(f for one in more for f in one["file"])]
+        )
+        more.append(own)
+        notes.append(note)
+    slides = pd.concat([labelled[labelled["part"].isin(["train", "val"])], *more], ignore_index=True)[columns]
+    counts = slides["part"].value_counts()
+    for part in ("train", "val"):
+        if not counts.get(part, 0):
+            cure = "Add slides or files, or give your own `split`."
+            raise UserError(f"no slide with a feature file is left in {part}", where=data.config.name, cure=cure)
+    said = f"pretraining on {counts['train']} slides, epoch chosen on {counts['val']}; {int((parts == 'test').sum())} of test patients are not read"
+    return slides, (*notes, Note("note", "pretraining", said))
+
+
+def _folder_slides(
+    folder: Path, data: CohortData, held: set[str], *, taken: Sequence[Path]
+) -> tuple[pd.DataFrame, Note]:
+    """Files of a folder that no row of the table names; not those that a patient or slide of validation or test may own."""
+    files = look_into(folder, encoder=data.config.encoder).bags
+    table = data.table.frame
+    known = [*table["slide"], *(() if data.table.unlabelled is None else data.table.unlabelled["slide"])]
+    matches = match_slides(known, files)
+    named = {path for paths in ([path] for path in matches.found.values()) for path in paths}
+    named |= {path for paths in matches.several.values() for path in paths} | set(matches.shared)
+    theirs = {path for paths in files_of_cases(held, files).values() for path in paths}
+    stems = {slide_stem(file) for file in taken}
+    free = [file for file in files if file not in named | theirs and slide_stem(file) not in stems]
+    free = list({slide_stem(file): file for file in free if tcga_patient(file) not in held}.values())
+    cases = [tcga_patient(file) for file in free]
+    unknown = sum(case is None for case in cases)
+    names = [slide_stem(file) for file in free]
+    own = [case or name for case, name in zip(cases, names, strict=True)]
+    rows = pd.DataFrame({"slide": names, "case": own, "file": free, "part": "train"})
+    said = f"{folder}: trains on {counted(len(free), 'slide')} without a row, {len(files) - len(free)} left out"
+    said += " (those of the table, and those named after patients of validation or test)"
+    if not unknown:
+        return rows, Note("note", "unlabelled", said)
+    what = f"{said}; {unknown} of their names do not tell the patient: if one is in validation or test, nobody notices"
+    return rows, Note("warning", "patients_unknown", what)
+
+
+# Weights to start from -------------------------------------------------------------------------------------------------
+
+
+def check_start(
+    card: Mapping[str, Any], model: SlideModel, inputs: TrainingData, *, where: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """What a run keeps of a model that it starts from, and what to say. A pretraining that does not fit, or that has seen slides which
+    this run validates or tests on, is refused; of other models the latter is said."""
+    pretrained = card.get("task") == PRETRAINING
+    notes = _fitting(card, model, inputs, where) if pretrained else []
+    seen = read_seen(card, where.parent)
+    slides = inputs.members
+    rows = list(zip(slides["slide"], slides["case"], slides["file"], slides["part"], strict=True))
+    found = [(part, seen.of(str(slide), str(case), str(file))) for slide, case, file, part in rows] if seen else []
+    # Both choose their epoch on the validation part: that it is the same is as it should be.
+    known = [word for part, word in found if part == "test" or (part == "val" and word.startswith("training"))]
+    if words := overlap_in_words(known):
+        what = f"of the slides that this run validates and tests on, {words.replace('known to the model', 'known to these weights')}"
+        cure = "Pretrain with the same seed, fold and table; or start from other weights."
+        if pretrained:
+            raise UserError(what, where=f"--init {where}", cure=cure, kind="overlap")
+        notes.append(f"warning: {what}: its results are not those of unseen patients")
+    if seen is None:
+        notes.append("note: the start weights do not say which slides they have seen")
+    facts = {key: card[key] for key in ("cohort", "arm", "seed", "fold", "task", "masking", "seen") if key in card}
+    return facts, notes
+
+
+def _fitting(card: Mapping[str, Any], model: SlideModel, inputs: TrainingData, where: Path) -> list[str]:
+    """Refuses a pretraining of another family, other sizes or another encoder; what else differs is said."""
+    theirs, ours = card["settings"], model.settings
+    own, other = find_arm(ours["arm"]), find_arm(theirs["arm"])
+    place, cure = f"--init {where}", f"Pretrain this arm: `gated-srp pretrain COHORT --arm {ours['arm']}`."
+    if not (isinstance(own, Arm) and isinstance(other, Arm)) or (own.attention, own.position) != (
+        other.attention,
+        other.position,
+    ):
+        raise UserError(
+            f"pretrained as {theirs['arm']}, whose blocks are not those of {ours['arm']}", where=place, cure=cure
+        )
+    sizes = ["in_dim", "dim", "depth", "num_heads", "num_landmarks"]
+    sizes += ["delta", "hidden_dim"] if own.gated and other.gated else []
+    if wrong := [f"{size} {theirs[size]}, here {ours[size]}" for size in sizes if theirs[size] != ours[size]]:
+        raise UserError(
+            f"pretrained with other sizes: {'; '.join(wrong)}", where=place, cure=f"{cure} Or set `model` as there."
+        )
+    header = open_header(inputs.bags.members.files[0], inputs.bags.settings)
+    if header.encoder and card.get("encoder") and not may_be_same(card["encoder"], header.encoder):
+        what = f"pretrained on features of {card['encoder']}; those of this cohort are of {header.encoder}"
+        raise UserError(what, where=place, cure="Pretrain on the features that you train on.")
+    notes = []
+    if ours["arm"] != theirs["arm"]:
+        gates = "; its gates start as an identity" if own.gated and not other.gated else ""
+        notes.append(f"note: pretrained as {theirs['arm']}, trained as {ours['arm']}{gates}")
+    settings = inputs.bags.settings
+    now = {key: getattr(settings, key) for key in ("window", "lattice", "order", "cap")}
+    notes += [
+        f"warning: pretrained with {key} {card[key]}, here {one}"
+        for key, one in now.items()
+        if key in card and card[key] != one
+    ]
+    strides = [one["um"] for one in card.get("stride") or [] if one.get("um")]
+    if header.stride_um and strides and not any(abs(header.stride_um - one) <= 0.01 * one for one in strides):
+        said = ", ".join(f"{one:g}" for one in strides)
+        notes.append(f"warning: pretrained on patches {said} um apart, here {header.stride_um:g}")
+    return notes
