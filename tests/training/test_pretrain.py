@@ -16,7 +16,7 @@ from toy_cohorts import SMALL, open_config, planted, write_cohort
 from gated_srp.errors import UserError
 from gated_srp.files import read_tensors, write_tensors
 from gated_srp.models import build_model, load_model
-from gated_srp.study.cells import Row, plan
+from gated_srp.study.cells import Row, plan, refuse_mismatches
 from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.inputs import load_inputs
 from gated_srp.training.optim import start_weights
@@ -74,7 +74,7 @@ def test_files_of_a_folder_are_used_unless_they_may_be_of_validation_or_test(hom
     slides = load_inputs(open_config(home), 42).slides
     case = {part: slides.loc[slides["part"] == part, "case"].iloc[0] for part in ("train", "val", "test")}
     taken = slides.loc[slides["part"] == "test", "slide"].iloc[0]
-    names = ["new", "TCGA-AA-0001-01Z-00-DX1", f"{case['val']}_2", f"{case['test']}-b", taken]
+    names = ["new", "TCGA-AA-0001-01Z-00-DX1", f"{case['val']}_2", f"{case['test']}-b", f"{taken}_patches"]
     for number, name in enumerate(names):
         write_trident(tmp_path / "more", name, planted(50 + number, 0.0))
     said = []
@@ -154,8 +154,19 @@ def test_a_row_of_a_study_starts_from_the_pretraining_of_its_arm_and_seed(home, 
     run = train(cell.config, arm=cell.arm, seed=cell.seed)
     assert run.card["init"]["sha256"] == hashlib.sha256(done.model.read_bytes()).hexdigest()
     assert "pretrained on masked patches" in (run.path / "log.txt").read_text()
-    with pytest.raises(UserError, match=r"Run `gated-srp pretrain COHORT --arm gated_srp --seed 43` first"):
-        train(cell.config, arm="gated_srp", seed=43)
+    refuse_mismatches([cell], {})
+    later = plan(open_config(home, train__epochs=1), [row], [43])
+    for refused in (lambda: train(later[0].config, arm="gated_srp", seed=43), lambda: refuse_mismatches(later, {})):
+        with pytest.raises(UserError, match=r"Run `gated-srp pretrain COHORT --arm gated_srp --seed 43` first"):
+            refused()
+    card, tensors = read_tensors(done.model, called="", cure="")
+    whole = done.model.read_bytes()
+    try:
+        write_tensors(done.model, tensors, {**card, "cohort": "another"})
+        with pytest.raises(UserError, match="was begun from"):
+            refuse_mismatches([cell], {})
+    finally:
+        done.model.write_bytes(whole)
 
 
 def test_weights_of_na_start_a_gated_model_and_that_is_said(home, tmp_path):
@@ -167,8 +178,6 @@ def test_weights_of_na_start_a_gated_model_and_that_is_said(home, tmp_path):
 
 
 def test_what_does_not_fit_is_refused(home, done, tmp_path):
-    config = open_config(home, out=str(tmp_path / "runs"))
-
     def refused(match: str, *, arm: str = "gated_srp", seed: int = 42, init: Path = done.model, **changes: object):
         with pytest.raises(UserError, match=match):
             train(open_config(home, out=str(tmp_path / "runs"), **changes), arm=arm, seed=seed, init=init)
@@ -187,7 +196,7 @@ def test_what_does_not_fit_is_refused(home, done, tmp_path):
     with pytest.raises(UserError, match=r"it predicts features of masked patches, and no label.*--init"):
         predict(done.path, home.parent / "feats")
     with pytest.raises(UserError, match="arm 'clam_sb': cannot be pretrained"):
-        pretrain(config, arm="clam_sb", seed=42)
+        pretrain(open_config(home, features=str(tmp_path / "none")), arm="clam_sb", seed=42)  # before anything is read
     assert not list((tmp_path / "runs").rglob("config.yaml"))
 
 

@@ -6,7 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Change, Cohort, Coords, Force, Out, Repeats, Run, Stride, Whose, Within
+from gated_srp.cli.options import (
+    Change,
+    Cohort,
+    Coords,
+    Deep,
+    Devices,
+    Fold,
+    Force,
+    Out,
+    Repeats,
+    Run,
+    Seconds,
+    Stride,
+    Whose,
+    Within,
+)
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import Interrupted, Note, UserError, counted
 
@@ -20,17 +35,13 @@ def train(
     cohort: Cohort,
     arm: Annotated[str | None, Option(help="Which model; gated_srp unless the YAML has others.")] = None,
     seed: Annotated[int | None, Option(min=0, help="Split, start weights, order; the YAML's first.")] = None,
-    fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
+    fold: Fold = 0,
     init: Annotated[
         Path | None, Option(help="Start weights: a run (of `pretrain`, say), its model, or a published checkpoint.")
     ] = None,
-    devices: Annotated[int, Option(min=1, help="Processes that share the bags of an update.")] = 1,
-    save_every: Annotated[
-        float, Option(min=0, metavar="SECONDS", help="Between states that are saved within an epoch.")
-    ] = 300.0,
-    deep: Annotated[
-        bool, Option("--deep", help="Know feature files again by all of their bytes, not by a sample.")
-    ] = False,
+    devices: Devices = 1,
+    save_every: Seconds = 300.0,
+    deep: Deep = False,
     out: Out = None,
     change: Change = None,
 ) -> None:
@@ -53,7 +64,7 @@ def pretrain(
     cohort: Cohort,
     arm: Annotated[str | None, Option(help="Which model; gated_srp unless the YAML has others.")] = None,
     seed: Annotated[int | None, Option(min=0, help="Split, start weights, order, masks; the YAML's first.")] = None,
-    fold: Annotated[int, Option(min=0, help="Which one, where the YAML sets `folds` or its split has several.")] = 0,
+    fold: Fold = 0,
     mask: Annotated[float, Option(help="Share of a slide's patches that is masked.")] = 0.5,
     block: Annotated[
         int, Option(min=1, help="Side of the windows that are masked together, in patches; 1: single ones.")
@@ -62,13 +73,9 @@ def pretrain(
         list[Path] | None,
         Option(help="Folder of further feature files, without a row in the table; repeat for several."),
     ] = None,
-    devices: Annotated[int, Option(min=1, help="Processes that share the bags of an update.")] = 1,
-    save_every: Annotated[
-        float, Option(min=0, metavar="SECONDS", help="Between states that are saved within an epoch.")
-    ] = 300.0,
-    deep: Annotated[
-        bool, Option("--deep", help="Know feature files again by all of their bytes, not by a sample.")
-    ] = False,
+    devices: Devices = 1,
+    save_every: Seconds = 300.0,
+    deep: Deep = False,
     out: Out = None,
     change: Change = None,
 ) -> None:

@@ -109,7 +109,9 @@ class MaskedTransformer(SlideTransformer):
         return self.errors(x[0, 1:], features[0], graph)[None]
 
     def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
-        assert isinstance(graph, MaskedGraph)
+        if not isinstance(graph, MaskedGraph):
+            cure = "Mask some with `MaskedGraph.of`; for labels or vectors of slides train a model from this one."
+            raise UserError("no patch is masked, and this model predicts masked ones", where="graph", cure=cure)
         x, rows = super().tokens(features, graph, scratch)  # (1, L, D): CLS, patches, the first ones again
         hidden = graph.hidden
         again = hidden[: x.shape[1] - 1 - len(hidden)]

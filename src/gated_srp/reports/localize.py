@@ -34,7 +34,7 @@ from gated_srp.reports.localization import (
 from gated_srp.reports.localized import ELSEWHERE, Localization, collect
 from gated_srp.reports.maps import Patches, SlideView, view_slide
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.training.folder import RunFolder
+from gated_srp.training.folder import PRETRAINED, RunFolder
 from gated_srp.training.known import files_for, known_of, with_ids
 from gated_srp.training.seen import overlap_in_words, refuse_seen
 from gated_srp.training.trained import TrainedRun, open_runs
@@ -124,7 +124,8 @@ def find_runs(runs: str | Path | Sequence[str | Path]) -> list[Path]:
     for place in named:
         below = []
         if place.is_dir() and not (place / "model.safetensors").is_file():
-            below = sorted(path.parent for path in place.rglob("model.safetensors"))
+            runs_below = (path.relative_to(place) for path in place.rglob("model.safetensors"))
+            below = sorted(place / path.parent for path in runs_below if PRETRAINED not in path.parts)
         found += below or [place]
     return found
 

@@ -7,7 +7,7 @@ where settings differ from the cohort's), so studies that need the same run shar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,8 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
     now: dict[str, pd.DataFrame] = {}  # fingerprints of a cohort's files
     for cell in distinct(cells):
         cell.run.refuse_other_settings(cell.settings)
+        if cell.config.train.init:
+            _refuse_other_start(cell)
         at = (cell.cohort, cell.unit)
         if at not in expected and cell.cohort in data:
             expected[at] = data[cell.cohort].split(cell.seed, cell.fold).hash
@@ -186,6 +188,16 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
                 slides = data[cell.cohort].slides(cell.seed, cell.fold)
                 now[cell.cohort] = fingerprints(SlideDataset(slides, preparation(cell.config)))
             refuse_other_files(cell.run, now[cell.cohort])
+
+
+def _refuse_other_start(cell: Cell) -> None:
+    """A cell that starts from a pretraining needs it before anything runs, and what is there must have started from it."""
+    from gated_srp.training.train import Job, pretrained_model, refuse_other_weights  # not above: few studies need it
+
+    job = Job(cell.config, cell.arm, cell.seed, cell.fold)
+    start = pretrained_model(job)
+    if cell.run.begun or cell.run.finished:
+        refuse_other_weights(replace(job, init=start))
 
 
 def refuse_unpaired(cells: Iterable[Cell]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "find_task",
     "fit_temperature",
     "named_task",
+    "refuse_pretrained",
     "selection_score",
     "task_from_card",
     "task_names",
@@ -79,12 +80,17 @@ def named_task(settings: Mapping[str, Any]) -> type[Task] | None:
     return found[0] if len(found) == 1 else None
 
 
+def refuse_pretrained(card: Mapping[str, Any]) -> None:
+    """For whoever uses finished models: one that was only pretrained says nothing of a slide."""
+    if card.get("task") == PRETRAINING:
+        what = "this model was pretrained without labels: it predicts features of masked patches, and no label"
+        raise UserError(what, cure="Train one from it: `gated-srp train COHORT --init RUN`.", kind="pretrained")
+
+
 def task_from_card(card: Mapping[str, Any]) -> Task:
     """The task that a model's card describes."""
     if not card.get("task"):
         what = "this model's card names no task: it was not trained by `gated-srp train`, so its outputs have no names"
         raise UserError(what, cure="A converted model gets them from `gated-srp convert --classes A,B,C`.")
-    if card["task"] == PRETRAINING:
-        what = "this model was pretrained without labels: it predicts features of masked patches, and no label"
-        raise UserError(what, cure="Train one from it: `gated-srp train COHORT --init RUN`.", kind="pretrained")
+    refuse_pretrained(card)
     return find_task(card["task"]).from_card(card)

@@ -48,6 +48,7 @@ from gated_srp.records import (
 )
 from gated_srp.training.state import before
 
+PRETRAINED = "pretrained"  # the folder below ``out`` that `pretrain` writes into
 HISTORY = ("epoch", "split", "metric", "value")
 _PACKAGES = ("torch", "numpy", "pandas", "h5py", "safetensors", "scipy", "torchmetrics", "torchsurv")
 # Settings that change where or how fast a run is computed, not what it computes.
@@ -268,7 +269,7 @@ class RunFolder:
 
 def pretraining_place(config: CohortConfig, out: Path) -> CohortConfig:
     """The same cohort, its runs where `pretrain` writes: OUT/pretrained/COHORT/ARM/seed42."""
-    return config.model_copy(update={"out": out / "pretrained"})
+    return config.model_copy(update={"out": out / PRETRAINED})
 
 
 def read_predictions(path: str | Path) -> pd.DataFrame:

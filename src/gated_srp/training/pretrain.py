@@ -21,6 +21,7 @@ from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import Split, assign_parts
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import SlideModel, find_arm
+from gated_srp.models.arms import PeerArm
 from gated_srp.models.masked import MaskedGraph, Masking, pretrainable
 from gated_srp.models.slide import Arm
 from gated_srp.progress import Progress, silent
@@ -241,13 +242,9 @@ def _fitting(card: Mapping[str, Any], model: SlideModel, inputs: TrainingData, w
     theirs, ours = card["settings"], model.settings
     own, other = find_arm(ours["arm"]), find_arm(theirs["arm"])
     place, cure = f"--init {where}", f"Pretrain this arm: `gated-srp pretrain COHORT --arm {ours['arm']}`."
-    if not (isinstance(own, Arm) and isinstance(other, Arm)) or (own.attention, own.position) != (
-        other.attention,
-        other.position,
-    ):
-        raise UserError(
-            f"pretrained as {theirs['arm']}, whose blocks are not those of {ours['arm']}", where=place, cure=cure
-        )
+    if _blocks(own) != _blocks(other):
+        what = f"pretrained as {theirs['arm']}, whose blocks are not those of {ours['arm']}"
+        raise UserError(what, where=place, cure=cure)
     sizes = ["in_dim", "dim", "depth", "num_heads", "num_landmarks"]
     sizes += ["delta", "hidden_dim"] if own.gated and other.gated else []
     if wrong := [f"{size} {theirs[size]}, here {ours[size]}" for size in sizes if theirs[size] != ours[size]]:
@@ -274,3 +271,8 @@ def _fitting(card: Mapping[str, Any], model: SlideModel, inputs: TrainingData, w
         said = ", ".join(f"{one:g}" for one in strides)
         notes.append(f"warning: pretrained on patches {said} um apart, here {header.stride_um:g}")
     return notes
+
+
+def _blocks(arm: Arm | PeerArm) -> tuple[Any, ...]:
+    """What arms have in common whose blocks have the same weights, gates aside."""
+    return (arm.attention, arm.position) if isinstance(arm, Arm) else ()

@@ -133,10 +133,10 @@ def pretrained_model(job: Job) -> Path | None:
     if found or job.run.begun or job.run.finished:
         return found[0] if found else None
     which = f"--arm {job.arm} --seed {job.seed}" + (f" --fold {job.fold}" if job.config.folds else "")
+    wanted = places[0].path.relative_to(out)
+    what = f"train.init: pretrained, but there is no finished run {wanted} in `out` or a folder above it"
     cure = f"Run `gated-srp pretrain COHORT {which}` first, with the same `out`."
-    raise UserError(
-        f"train.init: pretrained, but {places[0].path} is no finished run", where=str(job.run.path), cure=cure
-    )
+    raise UserError(what, where=str(job.run.path), cure=cure)
 
 
 def _check(job: Job) -> None:
@@ -169,7 +169,7 @@ def _leave_alone(job: Job) -> None:
     """A finished run is compared with what is asked for and its results are read; what a killed process left there goes."""
     job.run.refuse_other_settings(job.settings)
     _ = job.run.results
-    _refuse_other_weights(job)
+    refuse_other_weights(job)
     if job.run.leftovers():
         with suppress(UserError), job.run.lock():  # another process holds it, or nobody may write there
             pass
@@ -182,13 +182,13 @@ def _refuse_other_start(job: Job, precision: str) -> None:
         cure = "Name the base with --init model.safetensors."
         raise UserError("gate fits the gates of a trained base", where="train.only", cure=cure)
     if job.run.begun:
-        _refuse_other_weights(job)
+        refuse_other_weights(job)
     if job.run.begun and job.run.environment.get("precision", precision) != precision:
         what = "was begun by another process just now, in another precision"
         raise UserError(what, where=job.run.path, cure="Start the same command again.")
 
 
-def _refuse_other_weights(job: Job) -> None:
+def refuse_other_weights(job: Job) -> None:
     """A run that is there must have been begun from the start weights that are named now."""
     recorded = job.run.environment.get("init") or {}
     if job.init is not None and file_hash(job.init) != recorded.get("sha256"):

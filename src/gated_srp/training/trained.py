@@ -28,7 +28,7 @@ from gated_srp.data.prepared import Preparation, open_header
 from gated_srp.errors import Note, UserError, joined
 from gated_srp.files import as_stored
 from gated_srp.models import SlideModel, load_card, load_model, model_file
-from gated_srp.tasks import Task, task_from_card
+from gated_srp.tasks import Task, refuse_pretrained, task_from_card
 from gated_srp.tasks.task import Columns
 from gated_srp.training.inputs import FeatureStatistics
 from gated_srp.training.seen import Seen, read_seen
@@ -59,7 +59,12 @@ class TrainedRun:
         if isinstance(run, TrainedRun):
             return run
         run = as_stored(run)
-        return cls(run, load_card(model_file(run)))
+        found = cls(run, load_card(model_file(run)))
+        try:
+            refuse_pretrained(found.card)
+        except UserError as error:
+            raise error.changed(where=str(run)) from None
+        return found
 
     def load(self) -> SlideModel:
         """The model, on the CPU, in evaluation mode."""
