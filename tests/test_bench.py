@@ -49,10 +49,12 @@ def test_every_turn_begins_with_another_job():
     assert {name: len(turns) for name, turns in took.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-@pytest.mark.parametrize("phase", ["train", "stream"])
+@pytest.mark.parametrize("phase", ["train", "stream", "checkpointed"])
 def test_a_peak_comes_from_a_process_of_its_own(phase):
-    row = bench.peak(300, phase, "gated_srp", "float32")
+    row = bench.peak(300, phase, "gated_srp", "float32" if phase == "train" else "float16")
     assert row.peak_mb > 1 and row.seconds > 0
+    if phase != "train":  # everything is counted there, and what is mapped apart
+        assert 10 < row.own_mb < row.peak_mb
 
 
 def test_figures_are_ratios_of_one_run():
@@ -148,11 +150,19 @@ def test_operations_are_those_that_a_prediction_runs():
     assert 1 < (counter.get_total_flops() - convolution) / predict_operations(4096) < 1.02
 
 
-def test_an_epoch_of_ours_and_of_the_textbook_is_timed():
-    from gated_srp_bench.training import measure_training
+def test_epochs_from_disk_take_turns_with_their_bare_steps():
+    from gated_srp_bench.training import BARE, CACHED, FILES, PARTS, measure_training
 
-    (epoch,) = measure_training(bags=20, patches=40, width=16, dtypes=["float32"])
-    assert epoch.dtype == "float32" and min(epoch.loop, epoch.bare, epoch.textbook) > 0
+    small = {"dim": 12, "depth": 2, "num_heads": 2, "num_landmarks": 4}
+    rows = measure_training(slides=6, patches=(20, 60), width=16, turns=2, kinds=(FILES[0], FILES[3], CACHED), **small)
+    found = {row.arm: row for row in rows}
+    assert {row.tokens for row in rows} == {20 + 28 + 36 + 44 + 52 + 60} and {row.phase for row in rows} == {"epoch"}
+    assert found.keys() == {f"{kind}{end}" for kind in (BARE, FILES[0], FILES[3], CACHED) for end in PARTS}
+    assert all(len(row.turns) == 2 for row in rows)
+    for kind in (FILES[0], FILES[3], CACHED):
+        for waited, all_of_it in zip(found[f"{kind} waiting"].turns, found[kind].turns, strict=True):
+            assert 0 < waited < all_of_it
+    assert found[f"{BARE} waiting"].turns == (0.0, 0.0)
 
 
 def test_time_a_patch_is_compared_over_growing_slides_and_the_long_slide_in_gigabytes():
@@ -165,14 +175,39 @@ def test_time_a_patch_is_compared_over_growing_slides_and_the_long_slide_in_giga
         Row(512, "train", "textbook", "float32", seconds=3.0),
         Row(512, "train", "gated_srp", "float32", seconds=2.0),
     ]
-    grown, stream, biopsy = full_figures(rows)
+    rows.append(Row(2000, "checkpointed", "gated_srp", "float16", seconds=9.0, peak_mb=2048.0 * 11))
+    biopsy, grown, stream, step = full_figures(rows)
     assert (grown.tokens, grown.value, grown.holds) == (1600, 1.25, False)
     assert (stream.value, stream.holds) == (2.0, True)
+    assert (step.tokens, step.value, step.holds) == (2000, 22.0, False)
     assert (biopsy.value, biopsy.holds) == (1.5, True)
+    assert [one.name for one in full_figures(rows[2:3])] == ["peak of prepare + predict, GB"]  # of an interrupted run
+
+
+def epochs_from_disk():
+    """An epoch of gzip files that loses a fifth, half of it to waiting; one of plain files that loses nothing."""
+    took = {
+        "bare steps": [10.0, 20.0, 10.0],
+        "plain files, warm": [10.0, 20.0, 11.0],
+        "gzip files, cold": [12.0, 24.0, 13.0],
+    }
+    waited = {"plain files, warm": [0.1, 0.2, 0.1], "gzip files, cold": [1.2, 2.4, 3.0]}
+    ends = {"": took, " waiting": waited, " processor": took}
+    return [Row.of(44_000, "epoch", f"{k}{end}", "float32", t) for end, of in ends.items() for k, t in of.items()]
+
+
+def test_an_epoch_is_given_in_times_of_its_bare_steps():
+    found = {one.name: (one.value, one.low, one.high, one.holds) for one in figures(epochs_from_disk())}
+    assert found == {
+        "epoch / bare steps, plain files, warm": (1.0, 1.0, 1.1, True),
+        "share of waiting, plain files, warm": (0.01, pytest.approx(0.1 / 11), 0.01, True),
+        "epoch / bare steps, gzip files, cold": (1.2, 1.2, 1.3, False),
+        "share of waiting, gzip files, cold": (pytest.approx(0.1), pytest.approx(0.1), 3 / 13, True),
+    }
 
 
 def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, monkeypatch):
-    def timed(tokens, repeats):
+    def timed(tokens, repeats, warm_up=True):
         arms = [("textbook", "float32"), ("na", "float32"), ("gated_srp", "float32"), ("gated_srp", "bfloat16")]
         rows = [Row(tokens, p, a, d, seconds=1.0) for p in ("prepare", "predict", "train") for a, d in arms]
         return [*rows, Row(tokens, "multiply", "machine", "float32", seconds=1.0)]
@@ -185,6 +220,7 @@ def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, 
     monkeypatch.setattr(bench, "memory_arms", weighed)
     monkeypatch.setattr(bench, "growth", lambda sizes: [Row(n, "growth", "gated_srp", "float32", 1.0) for n in sizes])
     monkeypatch.setattr(bench, "peak", lambda *a: Row(*a, seconds=1.0, peak_mb=1024.0))
+    monkeypatch.setattr("gated_srp_bench.training.measure_training", lambda **_: epochs_from_disk())
     how = {"one by one": 2.0, "packed": 1.0}
     monkeypatch.setattr(
         bench, "windows", lambda sizes: [Row(n, "window", a, "float32", s) for n in sizes for a, s in how.items()]
@@ -194,11 +230,23 @@ def test_the_long_benchmark_writes_every_row_and_prints_every_promise(tmp_path, 
     written = json.loads((tmp_path / "rows.json").read_text())
     assert "threads, torch" in written["machine"]
     rows = written["rows"]
-    assert {row["tokens"] for row in rows} == {77, 512, 2_048, 10_000, 49_152, 160_000, 1_000_000}
-    assert {row["phase"] for row in rows} == {"prepare", "predict", "train", "multiply", "growth", "stream", "window"}
+    assert {row["tokens"] for row in rows} == {77, 512, 10_000, 44_000, 49_152, 160_000, 200_000, 1_000_000}
+    phases = {"prepare", "predict", "train", "multiply", "growth", "stream", "checkpointed", "window", "epoch"}
+    assert {row["phase"] for row in rows} == phases
+    assert "10 of 10: epochs from disk (about 3.0 min, 3 to go)" in done.output
     assert len(read_rows(tmp_path / "rows.json")) == len(rows)
     for promise in ("prepare, textbook / ours", "share of the multiply rate", "against 10,000 ", "<= 6 yes"):
         assert promise in done.output
+
+
+def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
+    def fails(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "time_arms", lambda *_, **__: timings([1.0], [1.0]))
+    monkeypatch.setattr(bench, "memory_arms", fails)
+    CliRunner().invoke(app, ["bench", "--json", str(tmp_path / "rows.json")])
+    assert read_rows(tmp_path / "rows.json") == timings([1.0], [1.0])
 
 
 def test_windows_are_timed_per_bag_one_by_one_and_packed():

@@ -1,5 +1,6 @@
 """`gated-srp bench`: speed and memory on this machine."""
 
+import time
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 @app.command()
 def bench(
     full: Annotated[
-        bool, typer.Option("--full", help="512 to 160,000 patches and one slide of 1,000,000 (a quarter of an hour).")
+        bool, typer.Option("--full", help="Also 512 and 49,152 patches, long slides and epochs from disk.")
     ] = False,
     data: Annotated[bool, typer.Option("--data", help="How fast bags load instead.")] = False,
     training: Annotated[
-        bool, typer.Option("--training", help="An epoch of 64 bags from disk instead (20 minutes).")
+        bool, typer.Option("--training", help="Epochs of 64 slides from disk against their bare steps instead.")
     ] = False,
     attach: Annotated[
         bool, typer.Option("--attach", help="What attach adds to a ViT-S/16 of others instead (3 minutes).")
@@ -99,17 +100,17 @@ def _bench_data(output: Path | None) -> None:
 
 
 def _bench_training(output: Path | None) -> None:
-    from dataclasses import asdict
-
+    from gated_srp_bench.figures import epoch_figures
     from gated_srp_bench.training import measure_training
 
-    epochs = measure_training(dtypes=("float32", "bfloat16"))
-    for epoch in epochs:
-        say(
-            f"{epoch.dtype}: epoch {epoch.loop:.1f} s, bare steps {epoch.bare:.1f} s, textbook float32 {epoch.textbook:.1f} s; "
-            f"textbook / ours {epoch.textbook / epoch.loop:.2f}, loop over bare steps {epoch.loop / epoch.bare:.3f}"
-        )
-    _write_json([asdict(epoch) for epoch in epochs], output)
+    rows: list[Row] = []
+    for dtype in ("float32", "bfloat16"):
+        say(f"{dtype}: files are written, then six epochs of 64 slides (2,000 to 20,000 patches) ...")
+        found = measure_training(dtype=dtype)
+        rows += found
+        _save(rows, output)
+        _print_rows(found)
+        _print_figures(list(epoch_figures(found)))
 
 
 def _bench_attach(output: Path | None) -> None:
@@ -159,26 +160,20 @@ def _bench_arms(words: str, output: Path | None) -> None:
 
 def _bench_models(full: bool, output: Path | None) -> "list[Figure]":
     from gated_srp_bench import figures as promised
-    from gated_srp_bench import measure
+    from gated_srp_bench import full as parts
 
     rows: list[Row] = []
-    for tokens in (512, 2_048, 10_000, 49_152) if full else (10_000,):
-        say(f"timing {tokens:,} patches ...")
-        rows += measure.time_arms(tokens, repeats=3 if tokens > 20_000 else 9)
-        if tokens >= 10_000:
-            say(f"memory of {tokens:,} patches, each figure in a process of its own ...")
-            rows += measure.memory_arms(tokens)
-        _save(rows, output)
-    say("windows of small slides, one by one and packed ...")
-    rows += measure.windows((77, 512))
-    if full:
-        rows += measure.growth((10_000, 160_000))
-        say("one slide of 1,000,000 patches, half precision, memory-mapped ...")
-        rows.append(measure.peak(1_000_000, "stream", "gated_srp", "float16"))
-        _save(rows, output)
+    plan = parts.parts(full=full)
+    start = time.monotonic()
+    for number, part in enumerate(plan, 1):
+        left = sum(one.minutes for one in plan[number - 1 :])
+        say(f"{number} of {len(plan)}: {part.name} (about {part.minutes:.1f} min, {left:.0f} to go) ...")
+        rows += part.measure()
+        _save(rows, output)  # whatever ends it: what was measured stays
     figures = promised.figures(rows)
     _print_rows(rows)
     _print_figures(figures, promised.multiply_rate(rows))
+    say(f"took {(time.monotonic() - start) / 60:.1f} min")
     return figures
 
 
@@ -228,13 +223,13 @@ def _print_rows(rows: "list[Row]") -> None:
             row.arm,
             row.dtype,
             seconds,
-            "" if row.peak_mb is None else f"{row.peak_mb:,.0f}",
+            "" if row.peak_mb is None else f"{row.peak_mb:,.0f}" + (f" ({row.own_mb:,.0f} own)" if row.own_mb else ""),
         )
     with console() as page:
         page.print(table)
 
 
-def _print_figures(figures: "list[Figure]", rate: float) -> None:
+def _print_figures(figures: "list[Figure]", rate: float | None = None) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -242,7 +237,7 @@ def _print_figures(figures: "list[Figure]", rate: float) -> None:
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"ratios (matrix multiply rate {rate / 1e9:.0f} Gflop/s)",
+        title="ratios" + (f" (matrix multiply rate {rate / 1e9:.0f} Gflop/s)" if rate else ""),
     )
     for name in ("patches", "ratio", "median (95 %)", "aim"):
         table.add_column(name, no_wrap=True)

@@ -10,7 +10,7 @@ from statistics import median
 from gated_srp.errors import UserError
 from gated_srp_bench.measure import MULTIPLY_OPERATIONS, Row, predict_operations
 
-STEADY = 0.02  # two measurements of a peak of memory differ by less
+STEADY = 0.02  # two measurements of a peak of memory differ by less; and few turns may agree by chance
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class Figure:
 
     def fell_below(self, base: "Figure") -> bool:
         """Whether it is worse than the same figure of another run by more than both scatter."""
-        ranges = [
-            (one.low, one.high) if one.low == one.low else (one.value * (1 - STEADY), one.value * (1 + STEADY))
-            for one in (self, base)
-        ]
-        here, there = ranges
+        here, there = (
+            (min(one.value * (1 - STEADY), one.low), max(one.value * (1 + STEADY), one.high)) for one in (self, base)
+        )
         return here[1] < there[0] if self.at_least else here[0] > there[1]
 
 
@@ -84,10 +82,7 @@ def figures(rows: list[Row]) -> list[Figure]:
         peaks = {(row.phase, row.arm): row.peak_mb for row in here if row.peak_mb is not None}
         if ("train", "na") in peaks:
             found += _memory_figures(tokens, peaks)
-    found += _window_figures(rows)
-    if any(row.phase == "stream" for row in rows):
-        found += full_figures(rows)
-    return found
+    return [*found, *_window_figures(rows), *full_figures(rows), *epoch_figures(rows)]
 
 
 def _window_figures(rows: list[Row]) -> Iterator[Figure]:
@@ -132,20 +127,39 @@ def _memory_figures(tokens: int, peaks: dict[tuple[str, str], float]) -> Iterato
     yield Figure(tokens, "a gated block adds, of L x C", added / tensor, 0.3, False)
 
 
-def full_figures(rows: list[Row]) -> list[Figure]:
-    """What only the long benchmark measures: growth of time per patch, the very long slide, the biopsy."""
-    grown = {row.tokens: [seconds / row.tokens for seconds in _turns(row)] for row in rows if row.phase == "growth"}
-    small, large = min(grown), max(grown)
-    stream = next(row for row in rows if row.phase == "stream")
-    assert stream.peak_mb is not None
+def full_figures(rows: list[Row]) -> Iterator[Figure]:
+    """What only the long benchmark measures: the biopsy, growth of time per patch, long slides; what was not measured is left out."""
     step = {row.arm: _turns(row) for row in rows if (row.tokens, row.phase, row.dtype) == (512, "train", "float32")}
-    name = f"time per patch, against {small:,}"
-    biopsy = list(zip(step["textbook"], step["gated_srp"], strict=True))
-    return [
-        _ratio(large, name, list(zip(grown[large], grown[small], strict=True)), 1.15, False),
-        Figure(stream.tokens, "peak of prepare + predict, GB", stream.peak_mb / 1024, 6, False),
-        _ratio(512, "training steps, ours / textbook", biopsy, 1.3),
-    ]
+    if step:
+        biopsy = list(zip(step["textbook"], step["gated_srp"], strict=True))
+        yield _ratio(512, "training steps, ours / textbook", biopsy, 1.3)
+    grown = {row.tokens: [seconds / row.tokens for seconds in _turns(row)] for row in rows if row.phase == "growth"}
+    if grown:
+        small, large = min(grown), max(grown)
+        pairs = list(zip(grown[large], grown[small], strict=True))
+        yield _ratio(large, f"time per patch, against {small:,}", pairs, 1.15, False)
+    for phase, name, most in (
+        ("stream", "peak of prepare + predict, GB", 6),
+        ("checkpointed", "peak of a training step with checkpointing, GB", 20),
+    ):
+        for row in rows:
+            if row.phase == phase and row.peak_mb is not None:
+                yield Figure(row.tokens, name, row.peak_mb / 1024, most, False)
+
+
+def epoch_figures(rows: list[Row]) -> Iterator[Figure]:
+    """What an epoch from disk takes, in times of its bare steps, and the share of it that steps wait for slides."""
+    found = {(row.arm, row.dtype): row for row in rows if row.phase == "epoch"}
+    for (arm, dtype), row in found.items():
+        if arm.startswith("bare") or arm.endswith((" waiting", " processor")):
+            continue
+        name = arm if dtype == "float32" else f"{arm}, {dtype}"
+        bare, waited = found["bare steps", dtype], found[f"{arm} waiting", dtype]
+        pairs = list(zip(_turns(row), bare.turns, strict=True))
+        yield _ratio(row.tokens, f"epoch / bare steps, {name}", pairs, 1.1, False)
+        yield _ratio(
+            row.tokens, f"share of waiting, {name}", list(zip(waited.turns, row.turns, strict=True)), 0.1, False
+        )
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -42,15 +42,21 @@ def measure_loading(
     return [{"what": what, "seconds": spent, "ratio": spent / warm} for what, spent in seconds.items()]
 
 
-def write_bag(path: Path, patches: int, width: int, *, seed: int) -> Path:
-    """A file as TRIDENT writes it: chunks of one row, attributes on coords; patches of a square scanned by columns."""
+def write_bag(
+    path: Path, patches: int, width: int, *, seed: int, dtype: str = "float32", compression: str | None = None
+) -> Path:
+    """A file as TRIDENT writes it: chunks of one row, attributes on coords; patches of a square scanned by columns.
+
+    With ``compression`` in chunks that h5py chooses, as tools that ask it for gzip leave it to.
+    """
     rng = np.random.default_rng(seed)
     side = int(np.ceil(np.sqrt(patches)))
     cells = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), -1).reshape(-1, 2)[:patches]
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         values = rng.standard_normal((patches, width), dtype=np.float32)
-        file.create_dataset("features", data=values, chunks=(1, width))
+        how: dict[str, Any] = {"compression": compression} if compression else {"chunks": (1, width)}
+        file.create_dataset("features", data=values.astype(dtype), **how)
         coords = file.create_dataset("coords", data=cells * 512)
         coords.attrs.update({"patch_size": 256, "patch_size_level0": 512, "overlap": 0, "target_magnification": 20})
     return path

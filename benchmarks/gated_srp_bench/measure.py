@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -125,6 +126,9 @@ class Row:
     seconds: float | None = None
     peak_mb: float | None = None
     turns: tuple[float, ...] = ()
+    own_mb: float | None = (
+        None  # of the peak without the pages of mapped files, which the system takes back when it needs them
+    )
 
     @classmethod
     def of(cls, tokens: int, phase: str, arm: str, dtype: str, turns: Sequence[float]) -> "Row":
@@ -132,7 +136,11 @@ class Row:
 
 
 def turns_of(
-    jobs: Mapping[Any, Callable[..., object]], repeats: int, clock: Callable[[], float] = time.perf_counter
+    jobs: Mapping[Any, Callable[..., object]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    warm_up: bool = True,
 ) -> dict[Any, list[float]]:
     """Seconds of every job in each of ``repeats`` turns, after one to warm up; a slow moment of the machine hits them alike.
 
@@ -140,7 +148,7 @@ def turns_of(
     """
     took: dict[Any, list[float]] = {name: [] for name in jobs}
     order = list(jobs)
-    for job in jobs.values():
+    for job in jobs.values() if warm_up else ():
         job()
     for turn in range(repeats):
         start_at = turn % len(order)
@@ -151,7 +159,9 @@ def turns_of(
     return took
 
 
-def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", "predict", "train")) -> list[Row]:
+def time_arms(
+    tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", "predict", "train"), warm_up: bool = True
+) -> list[Row]:
     """Seconds of textbook, Gated SRP and NA, ours in bf16 too, on one slide; bare matrix products take turns with them."""
     slide = make_slide(tokens)
     subjects = {arm: make(arm, slide) for arm in ("textbook", "gated_srp", "na")}
@@ -168,7 +178,7 @@ def time_arms(tokens: int, repeats: int, *, phases: Iterable[str] = ("prepare", 
         if phase == "predict":
             jobs["machine", "float32"] = _multiplications(products)
         often = 4 * repeats if phase == "prepare" else repeats  # milliseconds need more turns to meet a quiet moment
-        for (arm, dtype), turns in turns_of(jobs, often).items():
+        for (arm, dtype), turns in turns_of(jobs, often, warm_up=warm_up).items():
             if arm == "machine":
                 rows.append(Row.of(tokens, "multiply", arm, dtype, [seconds / products for seconds in turns]))
             else:
@@ -199,7 +209,7 @@ def peak(tokens: int, phase: str, arm: str, dtype: str) -> Row:
     if done.returncode:
         raise RuntimeError(f"bench: measuring {phase} of {arm} at {tokens} patches failed:\n{done.stderr[-2000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])
-    return Row(tokens, phase, arm, dtype, seconds=answer["seconds"], peak_mb=answer["peak_mb"])
+    return Row(tokens, phase, arm, dtype, **answer)
 
 
 def memory_arms(tokens: int) -> list[Row]:
@@ -247,15 +257,16 @@ def windows(sizes: Iterable[int], *, bags: int = 8, repeats: int = 9) -> list[Ro
 
 def measure_peak(tokens: int, phase: str, arm: str, dtype: str) -> dict[str, float]:
     """In the subprocess: run the phase once, and answer with the highest resident size above what was there before."""
-    if phase == "stream":
-        return _measure_stream(tokens, arm)
+    if phase in ("stream", "checkpointed"):
+        return _measure_long(tokens, arm, phase)
     subject = make(arm, make_slide(tokens))
     subject.prepare()
     return _watched(lambda: run_phase(subject, phase, dtype))
 
 
-def _measure_stream(tokens: int, arm: str) -> dict[str, float]:
-    """A slide whose features lie on disk in half precision: prepare and predict; the peak counts everything, the mapped file too."""
+def _measure_long(tokens: int, arm: str, phase: str) -> dict[str, float]:
+    """A slide whose features lie on disk in half precision, computed in bf16 where the processor has it; the peak counts everything, the
+    mapped file too. ``stream``: prepare and predict; ``checkpointed``: prepare and a training step that recomputes each block."""
     with tempfile.TemporaryDirectory() as folder:
         mapped = torch.from_file(f"{folder}/features", shared=True, size=tokens * IN_DIM, dtype=torch.float16)
         features = mapped.view(tokens, IN_DIM)
@@ -263,21 +274,34 @@ def _measure_stream(tokens: int, arm: str) -> dict[str, float]:
         for part in torch.split(features, 65_536):
             part.copy_(torch.randn(part.shape, generator=draw))
         subject = Ours(arm, Slide(make_coords(tokens), features))
+        subject.model.checkpointing = phase == "checkpointed"
 
         def both() -> None:
             subject.prepare()
-            run_phase(subject, "predict", "float32")
+            run_phase(subject, "predict" if phase == "stream" else "train", "bfloat16")
 
-        seconds = _watched(both)["seconds"]
-        return {"seconds": seconds, "peak_mb": _status("VmHWM") / 1024}
+        found = _watched(both)
+        return {**found, "peak_mb": _status("VmHWM") / 1024}
 
 
 def _watched(job: Callable[[], None]) -> dict[str, float]:
-    before = _status("VmRSS")
+    before, own, done = _status("VmRSS"), [_status("RssAnon")], threading.Event()
+
+    def look() -> None:  # the system keeps no highest value of it
+        while not done.wait(0.02):
+            own.append(_status("RssAnon"))
+
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest value so far
+    watcher = threading.Thread(target=look)
+    watcher.start()
     start = time.perf_counter()
-    job()
-    return {"seconds": time.perf_counter() - start, "peak_mb": (_status("VmHWM") - before) / 1024}
+    try:
+        job()
+    finally:
+        done.set()
+        watcher.join()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "peak_mb": (_status("VmHWM") - before) / 1024, "own_mb": max(own) / 1024}
 
 
 def _status(name: str) -> int:
@@ -290,7 +314,7 @@ def main() -> None:
     """The subprocess of `peak`: measure one phase and print the answer as JSON."""
     tokens, phase, arm, dtype, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    os.environ.update(bf16_environment() if dtype == "bfloat16" else {})
+    os.environ.update({} if dtype == "float32" else bf16_environment())
     print(json.dumps(measure_peak(int(tokens), phase, arm, dtype)))
 
 

@@ -26,6 +26,10 @@ _SHORT = {  # of the README
     "Gated SRP / NA, predict": "time of a prediction, Gated SRP / plain Nystrom attention",
     "Gated SRP / NA, train": "time of a training step, Gated SRP / plain Nystrom attention",
 }
+_LONG = {  # of the README
+    "peak of prepare + predict, GB": "patches predicted",
+    "peak of a training step with checkpointing, GB": "trained on",
+}
 
 
 def ratios(found: Sequence[Figure]) -> str:
@@ -40,14 +44,16 @@ def ratios(found: Sequence[Figure]) -> str:
 
 def measurements(rows: Sequence[Row]) -> str:
     """Seconds and peaks as measured."""
-    kept = [row for row in rows if row.phase != "multiply"]
+    kept = [row for row in rows if row.phase not in ("multiply", "epoch")]
     seen: dict[tuple[int, str, str, str], list[str]] = {}
     for row in kept:
         cells = seen.setdefault((row.tokens, row.phase, row.arm, row.dtype), ["", ""])
         if row.peak_mb is None:
             cells[0] = f"{row.seconds:.3g} s"
         else:
-            cells[1] = f"{row.peak_mb:,.0f} MB"
+            cells[1] = f"{row.peak_mb:,.0f} MB" + (
+                f", {row.own_mb:,.0f} own" if row.tokens > 100_000 and row.own_mb else ""
+            )
             cells[0] = cells[0] or f"{row.seconds:.3g} s"
     lines = [(f"{tokens:,}", *what, *cells) for (tokens, *what), cells in seen.items()]
     return _table(("patches", "phase", "arm", "numbers", "median", "peak"), lines)
@@ -65,7 +71,9 @@ def short_table(path: Path) -> str:
     found = figures(read_rows(path))
     sizes = sorted({figure.tokens for figure in found if figure.name in _SHORT})
     rows = [(words, *_by_size([f for f in found if f.name == name], sizes)) for name, words in _SHORT.items()]
-    return f"{_table(('', *(f'{n:,} patches' for n in sizes)), rows)}\n"
+    others = [f"{f.tokens:,} {_LONG[f.name]} within {f.value:.1f} GB" for f in found if f.name in _LONG]
+    table = _table(("", *(f"{n:,} patches" for n in sizes)), rows)
+    return f"{table}\n" + (f"\n{'; '.join(others)}.\n" if others else "")
 
 
 def machine(path: Path) -> str:

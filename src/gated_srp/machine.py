@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
     """For a command that makes and frees the same few hundred megabytes over and over: what is freed stays with the process.
 
     The C library of Linux returns every large block to the system, which clears it page by page when it is wanted again. Not for
-    training: slides of all sizes would leave holes behind. Elsewhere this does nothing.
+    training steps: slides of all sizes would leave holes behind. Elsewhere this does nothing.
     """
     trim_threshold, mmap_threshold = -1, -3  # the numbers of mallopt(3)
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

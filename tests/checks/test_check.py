@@ -21,6 +21,7 @@ from factories import (
 from typer.testing import CliRunner
 
 import gated_srp
+import gated_srp.checks.survey as survey_module
 from gated_srp.checks.check import check
 from gated_srp.checks.findings import facts_in_words
 from gated_srp.checks.survey import look_at, survey
@@ -401,3 +402,51 @@ def test_one_row_per_patient_under_slide_is_cured_by_case_and_not_by_deleting(tm
     found = check(tmp_path / "cohort.yaml")
     assert found.facts["slides"]["slides"] == 18 and found.facts["slides"]["patients"] == 12
     assert not [note for note in found.notes if note.kind.startswith("several")]
+
+
+def test_what_a_cache_would_save_is_said_where_files_are_compressed_or_steps_would_wait(tmp_path, monkeypatch):
+    config = _clam_cohort(tmp_path, [make_slide(i, columns=4, rows=3, kept=1.1) for i in range(40)])
+    asked = []
+
+    def measured(facts, settings):
+        asked.append({file.path.stem for file in facts})
+        return 0.1, 0.01  # seconds per patch: reading, copying
+
+    monkeypatch.setattr("gated_srp.checks.check.reading_seconds", measured)
+    slow = Machine("slow", rate=1e6, memory=1e12)
+    assert "reading" not in {note.kind for note in check(config, machine=slow).notes}  # hidden behind the steps
+    found = check(config, machine=Machine("fast", rate=1e15, memory=1e12))
+    slides = next(iter(found.facts["split"].values()))["slides"]
+    number = slides["train"] + slides["val"]
+    note = _noted(found, "warning")["reading"]
+    assert f"takes about {number * 12 * 0.1:.0f} s per epoch" in note.what and "steps wait" in note.what
+    assert f"saves about {number * 12 * 0.09:.0f} s per epoch" in note.cure and len(asked[-1]) == number
+    for path in (tmp_path / "feats").rglob("*.h5"):
+        with h5py.File(path) as file:
+            arrays = {
+                name: (np.zeros_like(data[()]) if name == "features" else data[()]) for name, data in file.items()
+            }
+            attributes = {name: dict(data.attrs) for name, data in file.items()}
+        with h5py.File(path, "w") as file:
+            for name, array in arrays.items():
+                file.create_dataset(
+                    name, data=np.tile(array, (1, 200)) if name == "features" else array, compression="gzip"
+                )
+                file[name].attrs.update(attributes[name])
+    note = _noted(check(config, machine=slow), "note")["reading"]
+    assert f"{number} of {number} files are compressed" in note.what and "steps wait" not in note.what
+    kept = config.model_copy(update={"cache": config.cache.model_copy(update={"folder": tmp_path / "cache"})})
+    before = len(asked)
+    assert "reading" not in {note.kind for note in check(kept, machine=slow).notes} and len(asked) == before
+
+
+def test_reading_is_measured_on_files_of_middle_length(tmp_path, monkeypatch):
+    files = [write_clam(tmp_path, f"s{n}", make_slide(n, columns=n, rows=n, kept=1.1)) for n in (3, 4, 5, 6, 7, 8)]
+    opened = []
+    real = survey_module.prepare
+    monkeypatch.setattr(survey_module, "prepare", lambda path, settings: opened.append(path) or real(path, settings))
+    clock = iter(range(100))
+    monkeypatch.setattr(survey_module.time, "perf_counter", lambda: next(clock))
+    facts = survey_module.survey(files)
+    assert survey_module.reading_seconds(facts, Preparation(), tried=2) == (2 / (36 + 49), 2 / (36 + 49))
+    assert opened == files[3:5]

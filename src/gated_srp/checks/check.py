@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from gated_srp.checks import findings as found_by
-from gated_srp.checks.survey import FileFacts, survey, workers_for
+from gated_srp.checks.survey import FileFacts, reading_seconds, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
 from gated_srp.config.reach import gate_reach, trunk_of
@@ -28,6 +28,7 @@ from gated_srp.progress import Progress, silent
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _ABOUT_FILES = ("mixed_widths", "mixed_encoders", "several_files", "shared_file")  # errors that name files which open
+_NOTICED = 1.0  # seconds of reading per epoch from which on a cache is worth a word
 _FULL = 0.9  # share of the memory from which on a run is warned of
 
 
@@ -171,7 +172,7 @@ def _check_cohort(
         trouble += _of_patients(data, splits, summary)
         if summary["patches"]["total"]:
             cost = _about_cost(data, facts, splits, machine or this_machine())
-            trouble += _of_cost(cost) if cost else ()
+            trouble += [*_of_cost(cost), *_of_reading(data, facts, splits, cost)] if cost else []
             summary |= {"cost": cost} if cost else {}
     return Check(config.name, summary, _sorted(trouble), tuple(facts))
 
@@ -352,3 +353,34 @@ def _of_cost(cost: dict[str, Any]) -> Iterator[Note]:
         batch = "Lower train.batch_size and raise train.accumulation as much: the same updates"
         cure = f"{batch if images else 'Set `cap`'}; or train.checkpointing: true, or a larger machine."
         yield Note("warning", "memory", what, ("train.batch_size" if images else "cap",), cure)
+
+
+def _of_reading(
+    data: CohortData, facts: Sequence[FileFacts], splits: dict[str, Split], cost: dict[str, Any]
+) -> Iterator[Note]:
+    """What reading the slides anew in every epoch costs, where they are compressed or steps would wait for them, and what `cache` saves."""
+    config, good = data.config, {file.path: file for file in facts if file.usable}
+    frame = data.with_parts(next(iter(splits.values())))
+    read = [good[path] for path in frame.loc[frame["part"] != "test", "file"] if path in good]
+    if config.cache.folder or preparation(config).images or not read:
+        return
+    try:
+        reading, copying = reading_seconds(read, preparation(config))
+    except UserError:  # said elsewhere, or by `check --deep`
+        return
+    patches = sum(file.patches for file in read)
+    seconds, saved = patches * reading, patches * (reading - copying)
+    epoch, workers = cost["run_seconds"] / cost["epochs"], max(config.train.workers, 1)
+    waits = seconds / workers > epoch
+    packed = sum(file.compressed for file in read)
+    if saved < _NOTICED or not (packed or waits):
+        return
+    why = f"{packed} of {len(read)} files are compressed" if packed else "steps are faster than that"
+    what = f"reading the slides takes about {seconds:.0f} s per epoch with one process ({why}), its steps about {epoch:.0f} s"
+    if waits:
+        what += f": with train.workers: {workers} the steps wait"
+    stored = sum(min(f.patches, config.cap or f.patches) * f.width for f in read) * (
+        2 if read[0].dtype != "float32" else 4
+    )
+    cure = f"Set `cache: DIR`: it saves about {saved:.0f} s per epoch after the first and takes {stored / 1e9:.1f} GB."
+    yield Note("warning" if waits else "note", "reading", what, ("cache",), cure)

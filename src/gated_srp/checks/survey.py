@@ -4,6 +4,7 @@ Shapes: N patches, C channels.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor
 
 from gated_srp.data.bag import Bag
-from gated_srp.data.prepared import Preparation, capped_graphs, capped_rows, inside_regions, open_bag, open_header
+from gated_srp.data.prepared import (
+    Preparation,
+    capped_graphs,
+    capped_rows,
+    inside_regions,
+    open_bag,
+    open_header,
+    prepare,
+)
 from gated_srp.errors import Note, UserError
 from gated_srp.progress import Event, Progress, silent
 
@@ -63,6 +72,12 @@ class FileFacts:
     @property
     def usable(self) -> bool:
         return self.problem is None
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the file is smaller than its features: only then is it certain."""
+        size: int = getattr(torch, self.dtype or "float32").itemsize
+        return 0 < self.bytes < 0.99 * self.patches * self.width * size
 
 
 def survey(
@@ -197,6 +212,20 @@ def _odd_rows(features: Tensor) -> tuple[int, int]:
         bad += int((~torch.isfinite(norms)).sum())
         zeros += int((norms == 0).sum())
     return bad, zeros
+
+
+def reading_seconds(facts: Sequence[FileFacts], settings: Preparation, *, tried: int = 3) -> tuple[float, float]:
+    """Seconds per patch to read and prepare a slide, and to copy one that is prepared, as measured on files of middle length."""
+    middle = sorted(facts, key=lambda file: file.patches)[len(facts) // 2 :][:tried]
+    reading = copying = patches = 0.0
+    for file in middle:
+        start = time.perf_counter()
+        bag = prepare(file.path, settings)
+        ready = time.perf_counter()
+        bag.features.clone()
+        reading, copying = reading + ready - start, copying + time.perf_counter() - ready
+        patches += file.patches
+    return reading / max(patches, 1), copying / max(patches, 1)
 
 
 def _size(path: Path) -> int:

@@ -80,5 +80,8 @@ class Bag(BagHeader):
 
     def nonfinite_rows(self) -> Tensor:
         """Numbers of the rows that hold NaN or infinity, (number of them,)."""
-        parts = self.features.split(_ROWS)  # all at once it would need room for another copy of the features
-        return (~torch.cat([torch.isfinite(part).all(1) for part in parts])).nonzero().flatten()
+        bad = []
+        for start, part in enumerate(self.features.split(_ROWS)):  # all at once would need room for another copy
+            if not all(map(torch.isfinite, torch.aminmax(part))):  # NaN is both; a tenth of the time of isfinite
+                bad.append((~torch.isfinite(part).all(1)).nonzero().flatten() + start * _ROWS)
+        return torch.cat(bad) if bad else torch.empty(0, dtype=torch.int64)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gated_srp.data.prepared import Preparation, PreparedBag, prepare
 from gated_srp.errors import UserError, counted
+from gated_srp.machine import keep_freed_memory
 from gated_srp.srp.graph import PatchGraph
 from gated_srp.streams import stream
 
@@ -147,7 +148,7 @@ class BagLoader:
             )
         self._order: list[tuple[int, Variation | None]] = []  # what the loader goes through, anew each epoch
         # A generator of its own: drawing the workers' seed from the global stream would tie results to their number.
-        options: dict[str, Any] = {"persistent_workers": True, "worker_init_fn": _ignore_interrupt} if workers else {}
+        options: dict[str, Any] = {"persistent_workers": True, "worker_init_fn": _begin_reader} if workers else {}
         self._loader = DataLoader(
             _Work(dataset, hand_over=bool(workers) and dataset.cache is not None),
             batch_size=None,
@@ -207,6 +208,7 @@ def _unchanged(found: Any) -> Any:
     return found
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl-C is the main process's to handle; it ends the workers."""
+def _begin_reader(worker: int) -> None:
+    """Ctrl-C is the main process's to handle; it ends the workers. A reader makes and frees the same few tensors for every bag."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_freed_memory()
