@@ -10,7 +10,7 @@ from gated_srp.errors import UserError
 from gated_srp.models import ARMS, build_model
 from gated_srp.models.arms import PeerArm
 from gated_srp.models.fast.packed import packed_logits
-from gated_srp.models.masked import MaskedGraph, Masking
+from gated_srp.models.masked import MaskedGraph, Masking, copying_r2
 from gated_srp.models.slide import SlideTransformer
 from gated_srp.srp import PatchGraph
 
@@ -114,6 +114,22 @@ def test_packed_bags_have_the_errors_of_one_after_the_other(arm):
     bags = [make_bag(4, 5, 1), make_bag(2, 3, 2), make_bag(5, 4, 3)]
     alone = torch.cat([model(features[None], graph) for features, graph in bags])
     torch.testing.assert_close(packed_logits(model, bags), alone, rtol=1e-5, atol=1e-6)
+
+
+def test_what_copying_explains_is_that_of_a_loop_with_the_best_of_many_scales():
+    bags = [make_bag(4, 5, 1), make_bag(5, 6, 2)]
+    pairs = []
+    for features, graph in bags:
+        wanted = (features - features.mean(0)) / features.std(0, correction=0)
+        masked = set(graph.masked.tolist())
+        for i in masked:
+            near = graph.neighbours[graph.offsets[i] : graph.offsets[i + 1]].tolist()
+            seen = [wanted[j] for j in near if j not in masked]
+            mean = sum(seen) / len(seen) if seen else torch.zeros(5)
+            pairs += list(zip(wanted[i].tolist(), mean.tolist(), strict=True))
+    total = sum(t * t for t, _ in pairs)
+    best = max(1 - sum((t - scale / 200 * p) ** 2 for t, p in pairs) / total for scale in range(-400, 401))
+    assert copying_r2(bags) == pytest.approx(best, abs=1e-5)
 
 
 @pytest.mark.parametrize(("share", "block"), [(0.5, 3), (0.3, 2), (0.75, 1)])

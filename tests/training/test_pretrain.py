@@ -59,6 +59,7 @@ def test_it_sees_training_and_validation_and_slides_without_a_label_and_opens_no
     assert set(done.features["slide"]) == by_part["train"] | by_part["val"] | {"extra_train"}
     assert set(done.predictions("val")["slide"]) == by_part["val"]
     assert done.metrics("val")["r2"] == pytest.approx(1 - done.predictions("val")["error"].mean())
+    assert "copying, the mean of visible neighbours" in (done.path / "log.txt").read_text()
     assert done.card["task"] == "pretraining" and done.card["masking"] == {"share": 0.5, "block": 3}
     seen = read_seen(done.card, done.path)
     assert seen.of("extra_train") == "training slide" and not any(seen.of(one) for one in by_part["test"])
@@ -130,6 +131,7 @@ def test_a_run_from_it_is_recorded_resumes_bit_for_bit_and_knows_what_its_start_
     assert whole.environment["init"]["sha256"] == whole.card["init"]["sha256"] == digest
     assert whole.card["init"]["masking"] == {"share": 0.5, "block": 3} and "path" not in whole.card["init"]
     assert read_seen(whole.card, whole.path).of("extra_train") == "training slide"
+    assert "the gates can take beta" not in (whole.path / "log.txt").read_text()  # from where they are, not from zero
     left, bag = [7], RunCallbacks.bag
 
     def fails(self, one):
@@ -174,6 +176,7 @@ def test_weights_of_na_start_a_gated_model_and_that_is_said(home, tmp_path):
     run = train(home, arm="gated_srp", seed=42, init=base.path, out=tmp_path, settings={"train.epochs": 1})
     said = (run.path / "log.txt").read_text()
     assert "pretrained as na, trained as gated_srp; its gates start as an identity" in said
+    assert "the gates can take beta to about" in said
     assert "started anew, since the file has none that fit: blocks.0.correction" in said
 
 

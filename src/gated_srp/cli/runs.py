@@ -89,8 +89,9 @@ def pretrain(
         how: dict[str, Any] = {"mask": mask, "block": block, "unlabelled": unlabelled or ()}
         how |= {"devices": devices, "save_every": save_every, "deep": deep}
         found = run(cohort, **which, **how, progress=progress)
-    named = f"--arm {found.results['arm']} --seed {found.results['seed']}"
-    say(f"Next: gated-srp train {cohort} {named} --init {found.path}")
+    named = f"--arm {found.results['arm']} --seed {found.results['seed']}" + (f" --fold {fold}" if fold else "")
+    same = [f"--out {out}"] * bool(out) + [f"--set {one}" for one in change or () if not one.startswith("train.")]
+    say(" ".join([f"Next: gated-srp train {cohort} {named} --init {found.path}", *same]))
 
 
 def changes(given: list[str] | None) -> dict[str, str]:

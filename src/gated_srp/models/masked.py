@@ -6,6 +6,7 @@ row and its neighbours, and its embedded features become one learned vector, so 
 Shapes: N patches, M of them masked, L rows (CLS, patches, square), C channels of the features, D width of the model.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -135,6 +136,23 @@ def standardised(features: Tensor) -> Tensor:
     rows = features.float()
     std, mean = torch.std_mean(rows, 0, correction=0)
     return torch.where(std > _FLAT * mean.abs(), (rows - mean) / std, 0.0)
+
+
+def copying_r2(bags: Iterable[tuple[Tensor, PatchGraph]]) -> float:
+    """What copying gives: the share of masked patches' variance that the mean of their visible neighbours explains, at its best scale.
+
+    With targets t and means p (0 without a visible neighbour) over masked patches and channels: <t, p>^2 / (<t, t> <p, p>).
+    """
+    products = torch.zeros(3, dtype=torch.float64)
+    for features, graph in bags:
+        assert isinstance(graph, MaskedGraph)
+        wanted, seen = standardised(features), (~graph.hidden).float().unsqueeze(-1)  # (N, C), (N, 1)
+        rows = slice(0, graph.num_rows)
+        near = graph.sum(wanted * seen, rows) / graph.sum(seen, rows).clamp(min=1)
+        t, p = (one.index_select(0, graph.masked).double() for one in (wanted, near))
+        products += torch.stack([(t * p).sum(), (t * t).sum(), (p * p).sum()])
+    both, own, theirs = products.tolist()
+    return both**2 / (own * theirs) if own * theirs > 0 else 0.0
 
 
 def pretrainable(name: str) -> Arm:

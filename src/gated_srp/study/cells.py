@@ -259,7 +259,7 @@ def short_gates(cells: Sequence[Cell], data: CohortData) -> tuple[Note, ...]:
     """A warning for each row whose gates can hardly leave the identity in the steps of its first cell."""
     found: dict[str, Note] = {}
     for cell in cells:
-        if cell.row not in found:
+        if cell.row not in found and not cell.config.train.init:  # those of a pretraining start from learned gates
             frame = data.slides(cell.seed, cell.fold)
             bags = int(frame.loc[frame["part"] == "train", cell.config.unit].nunique())
             reach = gate_reach(cell.config, bags, cell.arm) if bags else None

@@ -22,17 +22,18 @@ from gated_srp.data.splits import Split, assign_parts
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import SlideModel, find_arm
 from gated_srp.models.arms import PeerArm
-from gated_srp.models.masked import MaskedGraph, Masking, pretrainable
+from gated_srp.models.masked import MaskedGraph, Masking, copying_r2, pretrainable
 from gated_srp.models.slide import Arm
 from gated_srp.progress import Progress, silent
 from gated_srp.streams import stream
 from gated_srp.tasks import PRETRAINING
 from gated_srp.tasks.pretraining import MaskedFeatures
 from gated_srp.training.folder import RunFolder, pretraining_place
-from gated_srp.training.inputs import TrainingData, slide_dataset
+from gated_srp.training.inputs import TrainingData, evenly, slide_dataset
 from gated_srp.training.seen import overlap_in_words, read_seen
 from gated_srp.training.train import Job, run_job
 
+_JUDGED = 32  # validation slides that say what copying neighbours would explain
 _NOT_HERE = ("loss", "class_weights", "sampling", "only", "init")  # of train: what labels or start weights need
 
 
@@ -125,7 +126,15 @@ class PretrainingJob(Job):
         task = MaskedFeatures(width, self.masking.share, self.masking.block)
         bags = MaskedDataset(slides, settings.settings, targets=task.encode(slides), cache=settings.cache)
         bags.masking, bags.seed = self.masking, self.seed
-        return TrainingData(slides, split, task, bags, "slide", (*data.notes, *split.notes, *notes))
+        found = TrainingData(slides, split, task, bags, "slide", (*data.notes, *split.notes, *notes))
+        return found if self.run.begun else replace(found, notes=(*found.notes, self.copying(found)))
+
+    def copying(self, inputs: TrainingData) -> Note:
+        """What r2 of this run should exceed."""
+        chosen = evenly(inputs.rows("val"), _JUDGED)
+        found = copying_r2((bag.features, bag.graph) for bag in map(inputs.bags.__getitem__, chosen))
+        said = f"copying, the mean of visible neighbours at its best scale, explains {found:.4f} of masked patches in validation"
+        return Note("note", "copying", f"{said}; r2 below says what the model explains")
 
 
 class MaskedDataset(SlideDataset):

@@ -19,8 +19,7 @@ from gated_srp.data.loader import BagLoader
 from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError, counted
-from gated_srp.models import ARMS, SlideModel, build_model
-from gated_srp.models.store import load_card, model_file
+from gated_srp.models import ARMS, SlideModel, build_model, find_arm, load_card, model_file
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
 from gated_srp.training.folder import RunFolder, departures, environment, pretraining_place, settings_of, versions
@@ -121,6 +120,12 @@ class Job:
     def settings(self) -> dict[str, Any]:
         return settings_of(self.config, arm=self.arm, seed=self.seed)
 
+    @property
+    def gates_known(self) -> bool:
+        """Whether its gates start from learned ones: how far they could get from zero then says nothing."""
+        card = load_card(self.init) if self.init is not None and self.init.suffix == ".safetensors" else {}
+        return bool(card) and find_arm(card["settings"]["arm"]).gated
+
     def load(self) -> TrainingData:
         return load_inputs(self.config, self.seed, self.fold)
 
@@ -217,7 +222,7 @@ def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float, logg
 def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
     run, ranks = job.run, callbacks.ranks
     if not run.begun:
-        reach = gate_reach(job.config, len(inputs.rows("train")), job.arm)
+        reach = None if job.gates_known else gate_reach(job.config, len(inputs.rows("train")), job.arm)
         for note in (*inputs.notes, *([reach.note(job.arm)] if reach else [])):
             callbacks.say(note.line)
         for line in departures(job.settings, inputs.task.card()):
