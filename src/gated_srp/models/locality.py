@@ -87,7 +87,7 @@ class PositionalNystrom(NystromAttention):
         super().__init__(dim, num_heads, num_landmarks=num_landmarks)
         self.focus = Focus(num_heads)
 
-    def in_chunks(self, x: Tensor) -> bool:
+    def in_chunks(self, x: Tensor, *, halves: bool = False) -> bool:
         return False  # a prediction in chunks would pass the positions by
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:

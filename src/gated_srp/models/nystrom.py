@@ -27,9 +27,9 @@ class NystromAttention(FusedAttention):
         super().__init__(dim, num_heads)
         self.num_landmarks = num_landmarks
 
-    def in_chunks(self, x: Tensor) -> bool:
-        """Whether rows meet landmarks in chunks, through weights folded with them."""
-        return in_row_chunks(x)
+    def in_chunks(self, x: Tensor, *, halves: bool = False) -> bool:
+        """Whether rows meet landmarks in chunks, through weights folded with them; ``halves``: in a prediction, which takes halves too."""
+        return in_row_chunks(x, halves=halves)
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)

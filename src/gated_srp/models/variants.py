@@ -103,7 +103,7 @@ class IntegralAttention(Integral, DenseAttention):
 class IntegralNystrom(Integral, NystromAttention):
     """`Integral` through landmarks: all three softmaxes have the averaged logits."""
 
-    def in_chunks(self, x: Tensor) -> bool:
+    def in_chunks(self, x: Tensor, *, halves: bool = False) -> bool:
         return False  # folded weights do not know of the signals
 
     def landmarks(self, means: Tensor) -> tuple[Tensor, Tensor]:

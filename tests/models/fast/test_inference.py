@@ -1,12 +1,15 @@
 """A prediction passes over a slide some rows at a time; it equals what the parts give when they are called as they are written."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from gated_srp import PatchGraph, trace
+from gated_srp.machine import has_bf16
 from gated_srp.models import build_model
 from gated_srp.models.fast import one_pass, plain_forwards
-from gated_srp.models.fast.inference import Scratch
+from gated_srp.models.fast.inference import RowLayer, Scratch
 
 ARMS = [
     "na",
@@ -31,10 +34,10 @@ def slide():
     return features[None], PatchGraph.from_coords(coords, features, stride=256)
 
 
-def trained(arm):
+def trained(arm, seed=1):
     """A small model whose every number is away from its start: gates that are open, biases that are not zero."""
     model = build_model(arm, in_dim=8, num_outputs=3, dim=16, num_heads=2, drop_path=0.0).double().eval()
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
     return model
@@ -138,3 +141,45 @@ def test_whoever_hooks_a_linear_layer_sees_what_it_gave(name, grad, slide):
     ((rows, given),) = kept
     with torch.no_grad():
         torch.testing.assert_close(given, torch.nn.functional.linear(rows, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_a_layer_laid_out_for_many_rows_gives_what_linear_gives(dtype, gelu):
+    draw = torch.Generator().manual_seed(0)
+    rows, weight, bias = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((70, 24), (40, 24), (40,))
+    )
+    rows, weight, bias = (one.to(dtype) for one in (rows, weight, bias))
+    expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    expected = torch.nn.functional.gelu(expected) if gelu else expected
+    for count in (70, 5000):
+        layer = RowLayer(weight, bias, rows, count, gelu=gelu)
+        laid_out = torch.float32 if not has_bf16() else dtype  # whatever oneDNN has on this processor
+        assert layer.packed == (
+            count == 5000 and dtype == laid_out != torch.float64 and torch.backends.mkldnn.is_available()
+        )
+        found = layer(rows)
+        assert found.dtype == dtype
+        close = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
+        torch.testing.assert_close(found.double(), expected, atol=close * 10, rtol=close)
+    without = RowLayer(weight, None, rows, 5000)(rows)
+    torch.testing.assert_close(without + bias, RowLayer(weight, bias, rows, 5000)(rows), atol=0.1, rtol=0.02)
+
+
+def test_predictions_are_as_close_to_the_truth_as_plain_forwards_of_their_precision(slide):
+    """In float32 and bf16 rows pass in chunks through layers laid out for them, which adds nothing to the rounding: rms over models."""
+    errors = {(precision, form): [] for precision in ("float32", "bf16") for form in ("fast", "plain")}
+    features = slide[0].float()
+    for seed in range(4):
+        model = trained("gated_srp", seed)
+        with plain_forwards(), torch.no_grad():
+            truth = model(features.double(), slide[1])
+        model = model.float()
+        for precision, form in errors:
+            half = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+            with torch.no_grad(), half, plain_forwards() if form == "plain" else nullcontext():
+                errors[precision, form].append((model(features, slide[1]) - truth).norm() / truth.norm())
+    rms = {name: float(torch.stack(found).square().mean().sqrt()) for name, found in errors.items()}
+    assert rms["float32", "fast"] < 1.5 * rms["float32", "plain"] < 1e-5
+    assert rms["bf16", "fast"] < 1.5 * rms["bf16", "plain"] < 0.05

@@ -41,12 +41,13 @@ def one_pass(*modules: nn.Module | None, x: Tensor | None = None, keep: Tensor |
     return one_bag and not torch.is_grad_enabled() and by_hand(*modules)
 
 
-def in_row_chunks(x: Tensor) -> bool:
+def in_row_chunks(x: Tensor, *, halves: bool = False) -> bool:
     """Whether the rows of x (B, L, C) meet landmarks in chunks that fit a processor's cache, not through two attention calls.
 
-    In half precision never: logits that a product rounds to it are too coarse for a softmax.
+    Logits that a product rounds to half precision are too coarse for a softmax: ``halves`` are taken only by whoever leaves their logits to
+    an attention call.
     """
-    return x.device.type == "cpu" and len(x) == 1 and product_dtype(x).itemsize >= 4 and by_hand()
+    return x.device.type == "cpu" and len(x) == 1 and (halves or product_dtype(x).itemsize >= 4) and by_hand()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -12,18 +12,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gated_srp.machine import has_bf16
 from gated_srp.models.attention import Attention, merge_heads, split_heads, weights
-from gated_srp.models.fast import product_dtype
+from gated_srp.models.fast import by_hand, product_dtype
 from gated_srp.models.fast.gradients import Gathered, row_layers, spread
-from gated_srp.models.nystrom import NystromAttention, means_of_segments, pinv, segment_size
+from gated_srp.models.nystrom import NystromAttention, landmark_values, means_of_segments, pinv, segment_size
 from gated_srp.srp import PatchGraph
-from gated_srp.srp.projection import chunks, linear_into
+from gated_srp.srp.projection import chunks
 
 if TYPE_CHECKING:
-    from gated_srp.models.block import Block, FeedForward
+    from gated_srp.models.block import Block
 
 _ROWS = 1024  # that pass through a block at once
 YAt = Callable[[slice], Tensor]  # rows -> their y, (1, H, rows, D)
+
+
+class RowLayer:
+    """linear(rows), then ``gelu``, for ``count`` rows that come in chunks: weights are laid out for the product once, before the first.
+
+    oneDNN adds the bias and applies the activation while it writes the product. Where it cannot, or for few rows, PyTorch's own calls.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, count: int, *, gelu: bool = False) -> None:
+        dtype = product_dtype(like)
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.gelu, self.packed = gelu, count >= _ROWS and _packs(self.weight)
+        if self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), _ROWS)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        rows = rows.to(self.weight.dtype)
+        if self.packed:
+            activation = "gelu" if self.gelu else "none"
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, activation, [], "none")
+            return out
+        out = F.linear(rows, self.weight, self.bias)
+        return torch.ops.aten.gelu_(out) if self.gelu else out
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether oneDNN takes such weights: it is not in every build of PyTorch, and emulates bf16 where the processor has none."""
+    there = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return there and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bf16()))
 
 
 class Scratch:
@@ -53,13 +83,13 @@ def embedded(features: Tensor, layer: nn.Linear, cls: Tensor, missing: int, scra
     Half-precision features are widened a few rows at a time.
     """
     patches, dtype = features.shape[1], product_dtype(layer.weight)
-    weight, bias = layer.weight.to(dtype), layer.bias.to(dtype)
-    shape = len(features), 1 + patches + missing, len(bias)
+    embed = RowLayer(layer.weight, layer.bias, layer.weight, patches)
+    shape = len(features), 1 + patches + missing, layer.out_features
     x = features.new_empty(shape, dtype=dtype) if scratch is None else scratch.rows(features, shape, dtype)
     x[:, :1] = cls
     for bag, rows in zip(features, x[:, 1:], strict=True):
-        for part, out in zip(bag.split(8192), rows[:patches].split(8192), strict=True):
-            linear_into(out, part.to(dtype), weight, bias)
+        for part, out in zip(bag.split(_ROWS), rows[:patches].split(_ROWS), strict=True):
+            out.copy_(embed(part))
     x[:, 1 + patches :] = x[:, 1 : 1 + missing]
     return x
 
@@ -72,13 +102,15 @@ def block_by_rows(block: Block, x: Tensor, graph: PatchGraph, scratch: Scratch |
     out = torch.empty_like(x) if scratch is None else x
     y_at, v = attention_by_rows(block.attn, x, block.norm1, graph, scratch)
     correct = None if block.correction is None else block.correction.by_rows(v, graph)
-    feed_forward = _feed_forward(block.mlp, x)
+    project, first, second = (
+        RowLayer(layer.weight, layer.bias, x, x.shape[1], gelu=layer is block.mlp.fc1)
+        for layer in (block.attn.proj, block.mlp.fc1, block.mlp.fc2)
+    )
     for rows in chunks(x[0], _ROWS):
         y = y_at(rows)  # (1, H, chunk, D)
         z = merge_heads(y)[0] if correct is None else correct(y, rows).flatten(1)  # (chunk, C)
-        branch = block.attn.proj(z)
-        part = branch.add_(x[0, rows]) if branch.dtype == x.dtype else x[0, rows] + branch
-        torch.add(part, feed_forward(block.norm2(part)), out=out[0, rows])
+        part = x[0, rows] + project(z)
+        torch.add(part, second(first(normalised(block.norm2, part))), out=out[0, rows])
     return out
 
 
@@ -86,8 +118,9 @@ def attention_by_rows(
     attention: Attention, x: Tensor, norm: nn.Module, graph: PatchGraph, scratch: Scratch | None
 ) -> tuple[YAt, Tensor]:
     """attention(norm(x)) of one bag: y of any rows on demand, and v of all, (1, H, L, D)."""
-    if isinstance(attention, NystromAttention) and attention.in_chunks(x):
-        return _nystrom(attention, x, norm, scratch or Scratch())
+    if isinstance(attention, NystromAttention) and attention.in_chunks(x, halves=True):
+        by_rows = _nystrom if product_dtype(x).itemsize >= 4 else _nystrom_in_halves
+        return by_rows(attention, x, norm, scratch or Scratch())
     y, v = attention(norm(x), graph)
     return lambda rows: y[:, :, rows], v
 
@@ -96,8 +129,8 @@ def first_row(
     attention: Attention, x: Tensor, norm: nn.Module, graph: PatchGraph, scratch: Scratch | None
 ) -> tuple[Tensor, Tensor]:
     """attention.first_row(norm(x)) of one bag."""
-    if isinstance(attention, NystromAttention) and attention.in_chunks(x):
-        y_at, v = _nystrom(attention, x, norm, scratch or Scratch())
+    if isinstance(attention, NystromAttention) and attention.in_chunks(x, halves=True):
+        y_at, v = attention_by_rows(attention, x, norm, graph, scratch)
         return y_at(slice(0, 1)), v[:, :, :1]
     return attention.first_row(norm(x), graph)
 
@@ -108,31 +141,49 @@ def _nystrom(attention: NystromAttention, x: Tensor, norm: nn.Module, scratch: S
     segments = chunks(x[0], max(1, _ROWS // size) * size)  # a few whole ones at a time
     means = torch.cat([means_of_segments(norm(x[:, rows]), size) for rows in segments], dim=1)
     q_marks, k_marks = attention.landmarks(means)
-    to_keys, (wk, _), to_values = row_layers(attention.qkv, (q_marks[0], k_marks[0]))
+    layers = row_layers(attention.qkv, (q_marks[0], k_marks[0]))
+    to_queries, to_keys, to_values = (RowLayer(*layer, x, x.shape[1]) for layer in layers)
     values = scratch.values(x)
     gathered = Gathered(q_marks.shape[1:], values)
-    for rows in chunks(x[0]):
+    for rows in chunks(x[0], _ROWS):
         part = norm(x[0, rows])
-        linear_into(values[rows], part, *to_values)
-        gathered.add(F.linear(part, wk), values[rows])
+        values[rows] = to_values(part)
+        gathered.add(to_keys(part), values[rows])
     u = (pinv(weights(q_marks, k_marks))[0] @ gathered.means().float()).to(values.dtype)  # (H, M, D)
 
     def y_at(rows: slice) -> Tensor:
-        return spread(F.linear(norm(x[0, rows]), *to_keys), u).transpose(0, 1).unsqueeze(0)
+        return spread(to_queries(norm(x[0, rows])), u).transpose(0, 1).unsqueeze(0)
 
     return y_at, split_heads(values[None], attention.num_heads)
 
 
-def _feed_forward(layer: FeedForward, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """The layer for a chunk of rows of x at a time, whose hidden rows share one memory."""
-    dtype = product_dtype(x)
-    w1, b1, w2, b2 = (p.to(dtype) for p in (layer.fc1.weight, layer.fc1.bias, layer.fc2.weight, layer.fc2.bias))
-    most = _ROWS if x.device.type == "cpu" else x.shape[1]
-    memory = x.new_empty(min(most, x.shape[1]), len(w1), dtype=dtype)
+def _nystrom_in_halves(attention: NystromAttention, x: Tensor, norm: nn.Module, scratch: Scratch) -> tuple[YAt, Tensor]:
+    """`_nystrom` through the library's attention, whose logits are float32 inside."""
+    size, heads, values = segment_size(x.shape[1], attention.num_landmarks), attention.num_heads, scratch.values(x)
+    project = RowLayer(attention.qkv.weight, attention.qkv.bias, x, x.shape[1])
+    # Heads apart, each in one piece: over rows of all heads the library's attention takes up to half as long again.
+    apart = x.new_empty(3, heads, x.shape[1], x.shape[2] // heads, dtype=product_dtype(x))
+    means = []
+    for rows in chunks(x[0], max(1, _ROWS // size) * size):  # a few whole segments at a time
+        part = normalised(norm, x[:, rows])
+        means.append(means_of_segments(part, size))
+        qkv = project(part[0])
+        apart[:, :, rows] = qkv.unflatten(1, (3, heads, -1)).movedim(0, 2)
+        values[rows] = qkv[:, -x.shape[2] :]
+    q, k, v = apart.unsqueeze(1)  # (1, H, L, D) each
+    q_marks, k_marks = attention.landmarks(torch.cat(means, dim=1))
+    u = landmark_values(q_marks, k_marks, k, v)
 
-    def run(rows: Tensor) -> Tensor:
-        hidden = memory[: len(rows)]
-        linear_into(hidden, rows.to(dtype), w1, b1)
-        return F.linear(torch.ops.aten.gelu_(hidden), w2, b2)
+    def y_at(rows: slice) -> Tensor:
+        return F.scaled_dot_product_attention(q[:, :, rows], k_marks, u)
 
-    return run
+    return y_at, split_heads(values[None], heads)
+
+
+def normalised(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x), of halves in halves: the library's norm computes in float32 inside, so that autocast's copies before and after change nothing."""
+    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or not by_hand(norm):
+        found: Tensor = norm(x)
+        return found
+    with torch.autocast(x.device.type, enabled=False):
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
