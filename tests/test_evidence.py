@@ -3,9 +3,11 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from scipy import stats
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -39,10 +41,13 @@ def test_readme_and_check_say_what_the_tables_say(page):
     assert f"In {len(found)} contrasts on generated cohorts {shown}" in readme
 
 
-def test_the_tables_hold_runs_of_the_plan_alone_and_each_once():
-    plan = yaml.safe_load((DOCS / "evidence" / "breakhis.yaml").read_text())
+@pytest.mark.parametrize("name", ["breakhis", "pretraining"])
+def test_the_tables_hold_runs_of_the_plan_alone_and_each_once(name):
+    plan = yaml.safe_load((DOCS / "evidence" / f"{name}.yaml").read_text())
     planned = {(stage["cohort"], arm) for stage in plan["stages"] for arm in stage["arms"]}
-    found = pd.read_csv(DOCS / "evidence" / "breakhis.csv", dtype=str)
+    if not (DOCS / "evidence" / f"{name}.csv").is_file():
+        pytest.skip("no run of this plan is finished")
+    found = pd.read_csv(DOCS / "evidence" / f"{name}.csv", dtype=str)
     assert set(zip(found["cohort"], found["arm"], strict=True)) <= planned
     assert not found.duplicated(["cohort", "arm", "seed", "metric"]).any()
 
@@ -136,3 +141,57 @@ def test_stages_that_repeat_the_contrast_are_summed_up_when_they_are_complete(pa
 def test_a_reference_close_to_chance_is_said(page):
     points = pd.DataFrame({"x": [1, 1, 2], "y": [1, 1, 1], "reference": [0.54, 0.54, 0.7]})
     assert " At 1 of 2 points NA itself is below 0.55" in page._weak(points) and page._weak(points[2:]) == ""
+
+
+def test_contrasts_of_pretraining_are_read_when_a_stage_is_complete_and_holm_counts_the_first_two(page):
+    plan = yaml.safe_load((DOCS / "evidence" / "pretraining.yaml").read_text())
+    stage, arms = plan["stages"][0], plan["stages"][0]["arms"]
+    assert all(set(pair) <= set(one["arms"]) for pair in plan["contrasts"] for one in plan["stages"])
+    gain = {arms[0]: 0.0, arms[1]: 0.1, arms[2]: 0.0, arms[3]: 0.02}
+    shifts = {str(seed): 0.01 * place for place, seed in enumerate(stage["seeds"])}
+    rows = [("demo", arm, seed, "macro_auc", 0.6 + gain[arm] * (1 + shifts[seed])) for arm in arms for seed in shifts]
+    rows += [("demo", arms[1], seed, "pretraining_r2", 0.1 + shift) for seed, shift in shifts.items()]
+    table = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])
+    lines = "\n".join(page.pretraining_lines(plan, table))
+    assert "demo, macro_auc, 20 of 20 runs" in lines and "breakhis-binary, macro_auc, 0 of 20 runs" in lines
+    assert "| NA, pretrained | NA | 0.7020, 0.6000 | +0.1020 (" in lines and "NA, pretrained 0.100 to 0.140" in lines
+    assert "| better, no worse by more than 0.01 |" in lines
+    partly = "\n".join(page.pretraining_lines(plan, table[1:]))
+    assert "19 of 20 runs" in partly and "0.7020" not in partly
+    small, other = np.array([0.011, 0.002, 0.018, -0.002, 0.012]), np.array([0.01, 0.02, 0.03, 0.01, 0.02])
+    table.loc[5:9, "value"], table.loc[15:19, "value"] = 0.6 + small, 0.6 + other
+    first, second = (
+        2 * stats.t.sf(one.mean() / (one.std(ddof=1) * np.sqrt(1 / 5 + 0.2 / 0.7)), 4) for one in (small, other)
+    )  # corrected for training slides that seeds share
+    assert second < first and 2 * second < first  # Holm: the smaller one counts twice
+    lines = "\n".join(page.pretraining_lines(plan, table))
+    assert f"| {first:.3f} | not distinguishable" in lines and f"| {2 * second:.3f} | not distinguishable" in lines
+
+
+def test_the_driver_pretrains_before_it_trains_from_it(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("evidence_run", DOCS / "evidence" / "run.py")
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    plan = yaml.safe_load((DOCS / "evidence" / "pretraining.yaml").read_text())
+    plan["stages"] = [{"cohort": "demo", "seeds": [7], "arms": ["na", "na@train.init=pretrained"]}]
+    (tmp_path / "data" / "demo" / "features").mkdir(parents=True)
+    (tmp_path / "data" / "demo" / "slides.csv").write_text("slide_id,case_id,label\ns1,p1,a\ns2,p2,b\n")
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    called = []
+
+    class Done:
+        @staticmethod
+        def metrics(part):
+            return {"r2": 0.25}
+
+    monkeypatch.setattr(run.gated_srp, "pretrain", lambda config, **how: called.append(("pretrain", how)) or Done)
+    monkeypatch.setattr(run.gated_srp, "train", lambda config, **how: called.append((config.train.init, how)))
+    monkeypatch.setattr(run.Cell, "metrics", lambda cell: {"macro_auc": 0.5})
+    given = ["run.py", str(tmp_path / "plan.yaml"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "runs")]
+    monkeypatch.setattr("sys.argv", given)
+    run.main()
+    which = {"arm": "na", "seed": 7, "fold": 0}
+    masks = {"mask": 0.5, "block": 3, "settings": {"train.epochs": 12}}
+    assert called == [(None, which), ("pretrain", {**which, **masks}), ("pretrained", which)]
+    found = run.Table(tmp_path / "plan.csv").frame
+    assert found[found["metric"] == "pretraining_r2"]["arm"].tolist() == ["na@train.init=pretrained"]

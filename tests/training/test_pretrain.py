@@ -16,6 +16,7 @@ from toy_cohorts import SMALL, open_config, planted, write_cohort
 from gated_srp.errors import UserError
 from gated_srp.files import read_tensors, write_tensors
 from gated_srp.models import build_model, load_model
+from gated_srp.reports.localize import find_runs
 from gated_srp.study.cells import Row, plan, refuse_mismatches
 from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.inputs import load_inputs
@@ -156,6 +157,7 @@ def test_a_row_of_a_study_starts_from_the_pretraining_of_its_arm_and_seed(home, 
     run = train(cell.config, arm=cell.arm, seed=cell.seed)
     assert run.card["init"]["sha256"] == hashlib.sha256(done.model.read_bytes()).hexdigest()
     assert "pretrained on masked patches" in (run.path / "log.txt").read_text()
+    assert find_runs(home.parent / "runs" / "pretrained") and done.path not in find_runs(home.parent / "runs")
     refuse_mismatches([cell], {})
     later = plan(open_config(home, train__epochs=1), [row], [43])
     for refused in (lambda: train(later[0].config, arm="gated_srp", seed=43), lambda: refuse_mismatches(later, {})):
