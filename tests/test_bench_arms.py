@@ -14,9 +14,10 @@ TINY = {"tokens": 30, "turns": 1, "dim": 12, "num_heads": 2, "depth": 2, "num_la
 
 
 def test_slides_are_measured_beside_na_and_images_beside_their_base():
-    found = {cost.arm: cost for cost in bench.measure_arms(["abmil", "vit_s16_gated_srp"], **TINY)}
+    found = {cost.arm: cost for cost in bench.measure_arms(["abmil", "two_scales", "vit_s16_gated_srp"], **TINY)}
     assert {name: (cost.against, cost.patches) for name, cost in found.items()} == {
         "abmil": ("na", 30),
+        "two_scales": ("na", 30),
         "vit_s16_gated_srp": ("vit_s16", 289),
     }
     for cost in found.values():

@@ -59,6 +59,8 @@ def _runner(name: str, tokens: int, sizes: dict[str, Any]) -> Callable[[str], No
         slide = make_slide(tokens)
         features, window = slide.features, find_arm(name).window or 3
         graph = PatchGraph.from_coords(slide.coords, features, stride=STRIDE, window=window)
+        if find_arm(name).scales > 1:
+            features, graph = _with_coarse(features, slide.coords, graph)
     covariates = 3 * find_arm(name).needs_covariates
     graph = graph.with_covariates(torch.zeros(1, covariates)) if covariates else graph
     sizes = {"drop_path": 0.0, "covariates": covariates, **sizes}
@@ -73,6 +75,18 @@ def _runner(name: str, tokens: int, sizes: dict[str, Any]) -> Callable[[str], No
             torch.nn.functional.cross_entropy(logits, torch.tensor([2])).backward()
 
     return run
+
+
+def _with_coarse(features: torch.Tensor, coords: torch.Tensor, fine: PatchGraph) -> tuple[torch.Tensor, PatchGraph]:
+    """A coarse patch for each 4 x 4 fine ones, behind them; costs stay those per fine patch."""
+    from gated_srp.data.two_scales import find_parents
+    from gated_srp.models.two_scales import TwoScaleGraph
+
+    corners = torch.unique(coords // (4 * STRIDE), dim=0) * 4 * STRIDE
+    rows = features[: len(corners)]
+    coarse = PatchGraph.from_coords(corners, rows, stride=4 * STRIDE)
+    both = TwoScaleGraph.of(fine, coarse, *find_parents(coords, corners, (STRIDE, 4 * STRIDE)))
+    return torch.cat([features, rows]), both
 
 
 def _paired(

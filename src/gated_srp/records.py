@@ -110,6 +110,10 @@ class Regions(Record):
     unannotated: Literal["refuse", "whole"] = "refuse"
 
 
+class LowScale(Record):
+    ratio: Annotated[list[Positive], Field(min_length=1)]
+
+
 class Features(Record):
     mean: list[float]
     std: list[float]
@@ -159,6 +163,7 @@ class Card(Record):
     images: Images | None = None
     covariates: list[Covariate] | None = None
     regions: Regions | None = None
+    features_low: LowScale | None = None
     features: Features | None = None
     temperature: Positive | None = None
     calibration_slides: int | None = None

@@ -13,12 +13,14 @@ from torch.nn import functional as F
 
 from gated_srp import PatchGraph, trace
 from gated_srp.config.cohort import ModelConfig
+from gated_srp.data.two_scales import find_parents
 from gated_srp.errors import UserError
 from gated_srp.machine import has_bf16
 from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm, load_model, save_model
 from gated_srp.models.attention import Attention
 from gated_srp.models.fast import plain_forwards
 from gated_srp.models.nystrom import NystromAttention, NystromMaps
+from gated_srp.models.two_scales import TwoScaleGraph
 from gated_srp.srp import FixedCoefficient, SignedGate
 
 SMALL = {"in_dim": 8, "num_outputs": 2, "dim": 12, "num_heads": 2, "depth": 3, "num_landmarks": 4, "hidden_dim": 4}
@@ -28,13 +30,23 @@ TARGET = torch.tensor([1])
 
 @cache
 def bag(name: str = "na") -> tuple[torch.Tensor, PatchGraph]:
-    """A lattice with a hole and a patch apart, with the window that the arm needs."""
+    """A lattice with a hole and a patch apart, with the window that the arm needs; coarse patches behind it where it takes some."""
     count, draw = PATCHES, torch.Generator().manual_seed(PATCHES)
     cells = torch.cartesian_prod(torch.arange(4), torch.arange(5))[torch.randperm(20, generator=draw)[:count]]
     cells[-1] += 20
     features = torch.randn(1, count, 8, generator=draw)
     graph = PatchGraph.from_coords(cells * 256, features[0], stride=256, window=find_arm(name).window or 3)
+    if find_arm(name).scales > 1:
+        coarse = torch.randn(1, 3, 8, generator=draw)
+        features, graph = torch.cat([features, coarse], 1), two_scales(graph, cells * 256, coarse[0])
     return features, graph.with_covariates(torch.tensor([[1.5, -0.5, 1.0]]))
+
+
+def two_scales(fine: PatchGraph, corners: torch.Tensor, features: torch.Tensor) -> TwoScaleGraph:
+    """With coarse patches of 4 x 4 fine ones, as many as there are ``features``."""
+    above = torch.cartesian_prod(torch.arange(2), torch.arange(2))[: len(features)] * 1024
+    coarse = PatchGraph.from_coords(above, features, stride=1024)
+    return TwoScaleGraph.of(fine, coarse, *find_parents(corners, above, (256, 1024)))
 
 
 def small(name: str, seed: int = 3, **changes):
@@ -161,8 +173,10 @@ class TestEveryArm:
             if not model.images:
                 place, window = torch.zeros(1, 2, dtype=torch.long), find_arm(name).window or 3
                 lone = PatchGraph.from_coords(place, stride=1, window=window)
+                if model.scales > 1:
+                    lone = two_scales(lone, place, torch.randn(1, 8))
                 lone = lone.with_covariates(bag()[1].covariates)
-                logits = model(torch.randn(1, 1, 8).half(), lone)
+                logits = model(torch.randn(1, lone.num_rows, 8).half(), lone)
                 assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
 
 
@@ -171,7 +185,7 @@ def test_an_arm_knows_what_it_builds(name):
     arm, parts = find_arm(name), list(build_model(name, **SMALL).modules())
     assert arm.gated == any(isinstance(part, SignedGate) for part in parts)
     assert arm.dense == any(isinstance(part, Attention) and part.dense for part in parts)
-    assert arm.images == build_model(name, **SMALL).images
+    assert (arm.images, arm.scales) == (build_model(name, **SMALL).images, build_model(name, **SMALL).scales)
     assert arm.method <= arm.gated  # Gated SRP is gated
 
 
@@ -186,7 +200,7 @@ def test_the_base_of_an_arm_has_its_trunk_and_no_correction(name):
 
 @pytest.mark.parametrize("name", ARMS)
 def test_a_model_of_another_publication_says_what_was_checked(name):
-    written = {"variants", "locality", "reduced", "class_token", "patch_gcn"}
+    written = {"variants", "locality", "reduced", "class_token", "patch_gcn", "two_scales"}
     parts = list(small(name).modules())
     others = [part for part in parts if type(part).__module__.rpartition(".")[2] in written]
     assert bool(others) == any(getattr(part, "checked", "") for part in parts)

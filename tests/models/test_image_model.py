@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from gated_srp import PatchGraph, UserError, trace
 from gated_srp.models import build_model, load_model, save_model
-from gated_srp.models.slide import ImageTransformer
+from gated_srp.models.images import ImageTransformer
 
 SIZES = {"num_outputs": 3, "dim": 24, "depth": 3, "num_heads": 4, "hidden_dim": 8, "num_patches": 16}
 SIDE, PATCH = 4, 8

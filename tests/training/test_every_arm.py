@@ -9,6 +9,7 @@ import pytest
 import torch
 from factories import make_slide, write_trident
 from image_cohorts import write_image
+from two_scale_cohorts import write_low
 
 from gated_srp.config.cohort import TrainConfig
 from gated_srp.data.files.images import ImageGrid
@@ -39,18 +40,25 @@ class Remembered(SlideDataset):
 
 
 @pytest.fixture(scope="module")
-def datasets(tmp_path_factory) -> dict[tuple[bool, int | None], SlideDataset]:
-    """Three slides, and three images, each with a label."""
+def datasets(tmp_path_factory) -> dict[tuple[bool, int | None, int], SlideDataset]:
+    """Three slides, of one magnification and of two, and three images, each with a label."""
     folder = tmp_path_factory.mktemp("every_arm")
     slides = [write_trident(folder, f"s{i}", make_slide(i, columns=4, rows=4, width=8)) for i in range(BAGS)]
+    for i in range(BAGS):
+        write_low(folder / "low", f"s{i}", make_slide(i, columns=4, rows=4, width=8))
     images = [write_image(folder / f"{i}.png", i, (i % 2, 0), size=8) for i in range(BAGS)]
 
     def dataset(files: list[Path], **how: object) -> SlideDataset:
         table = pd.DataFrame({"slide": [f"s{i}" for i in range(BAGS)], "case": "p", "file": files})
         return Remembered(table, Preparation(**how), targets=torch.arange(BAGS) % 2)
 
-    wide = dataset(slides, window=7)
-    return {(False, None): dataset(slides), (False, 7): wide, (True, None): dataset(images, images=ImageGrid(8, 2))}
+    both, grid = dataset(slides, features_low=folder / "low"), ImageGrid(8, 2)
+    found = {(False, None, 1): dataset(slides), (False, 7, 1): dataset(slides, window=7), (False, None, 2): both}
+    return found | {(True, None, 1): dataset(images, images=grid)}
+
+
+def fitting(name: str, datasets: dict[tuple[bool, int | None, int], SlideDataset]) -> SlideDataset:
+    return datasets[find_arm(name).images, find_arm(name).window, find_arm(name).scales]
 
 
 class Quiet:
@@ -89,7 +97,7 @@ def epoch(training: Training, callbacks: Quiet) -> None:
 @pytest.mark.parametrize("name", ARMS)
 def test_killed_within_an_epoch_every_arm_goes_on_to_the_same_bits(name, datasets, tmp_path):
     """Weights, optimiser, losses and statistics of the gates, after the epoch that was left."""
-    dataset = datasets[find_arm(name).images, find_arm(name).window]
+    dataset = fitting(name, datasets)
     straight = begun(name, dataset)
     epoch(straight, Quiet())
     with pytest.raises(Interrupted):
@@ -112,12 +120,13 @@ def test_killed_within_an_epoch_every_arm_goes_on_to_the_same_bits(name, dataset
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_draws_the_maps_that_it_has_and_refuses_the_others_in_words(name, datasets, tmp_path):
-    dataset = datasets[find_arm(name).images, find_arm(name).window]
+    dataset = fitting(name, datasets)
     model, draw = tiny(name, dataset), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=draw))
     card = {"images": {"size": 8, "patch": 2}} if model.images else {"window": dataset.settings.window}
+    card |= {"features_low": {"ratio": [4.0]}} if model.scales > 1 else {}
     save_model(model, tmp_path / "model.safetensors", card)
     if model.images:
         with pytest.raises(UserError, match="a model of images; maps are drawn of slides"):
@@ -128,7 +137,7 @@ def test_every_arm_draws_the_maps_that_it_has_and_refuses_the_others_in_words(na
             view_slide(tmp_path, dataset.files[0])
         return
     traced = any(hasattr(part, "cls_attention") for part in model.modules())
-    view = view_slide(tmp_path, dataset.files[0])
+    view = view_slide(tmp_path, dataset.files[0], reading=Preparation(features_low=dataset.settings.features_low))
     drawn, refused = {}, {}
     for value in VALUES:
         try:
@@ -140,6 +149,6 @@ def test_every_arm_draws_the_maps_that_it_has_and_refuses_the_others_in_words(na
     assert wanted <= set(drawn) and (not gated or ("change" in drawn) == traced)
     assert all(error.cure and "this model has" in error.what for error in refused.values())
     for one in (one for found in drawn.values() for one in found):
-        assert one.values.shape == (len(dataset[0].features),) and np.isfinite(one.values).all()
+        assert one.values.shape == (dataset[0].num_patches,) and np.isfinite(one.values).all()
     if gated:
         assert max(float(np.abs(one.values).max()) for one in drawn["beta"]) > 0

@@ -193,6 +193,7 @@ def _look(
     facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
     thin = found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
     trouble = [*found_by.of_files(facts), *found_by.of_encoders(facts), *thin, *found_by.of_regions(facts, settings)]
+    trouble += found_by.of_scales(facts, settings)
     return facts, _about_files(facts, settings, deep=deep), trouble
 
 
@@ -296,13 +297,13 @@ def _about_cost(
     if not splits:
         return {}
     config = data.config
-    good = {file.path: min(file.patches, config.cap or file.patches) for file in facts if file.usable}
+    good = {f.path: min(f.patches, config.cap or f.patches) + f.coarse for f in facts if f.usable}
     width = Counter(file.width for file in facts if file.usable).most_common(1)[0][0]
     frame = data.with_parts(next(iter(splits.values())))
     bags = frame.assign(size=frame["file"].map(good)).dropna(subset="size")
     if config.bag == "patient":
         bags = bags.groupby("case", as_index=False).agg({"part": "first", "size": "sum"})
-    bags["size"] = bags["size"].clip(upper=config.cap).astype(int)
+    bags["size"] = bags["size"].clip(upper=None if config.features_low else config.cap).astype(int)
     slides = {part: bags.loc[bags["part"] == part, "size"].tolist() for part in PARTS}
     trunks = [trunk_of(config, arm_settings(name)[0], width) for name in config.arms]
     how = {"epochs": config.train.epochs, "at_once": config.at_once}

@@ -16,6 +16,7 @@ from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
 from gated_srp.data.table import Table
 from gated_srp.errors import Level, Note, UserError, counted
+from gated_srp.models import ARMS
 from gated_srp.progress import spoken
 from gated_srp.tasks import find_task
 
@@ -122,6 +123,20 @@ def of_regions(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[No
         settings.regions.refuse_unknown_classes({name for file in good for name in file.classes})
     except UserError as error:
         yield of_error(error, "regions")
+
+
+def of_scales(facts: Sequence[FileFacts], settings: Preparation) -> Iterator[Note]:
+    """How many coarse patches there are, and fine ones without a parent."""
+    good = [file for file in facts if file.usable]
+    if settings.features_low is None or not good:
+        return
+    from gated_srp.data.two_scales import lone_notes  # not above: rarely so
+
+    coarse = counted(sum(file.coarse for file in good), "coarse patch")
+    what = f"features_low: {coarse} beside {sum(file.patches for file in good):,} fine ones, for the arms that see both"
+    taking = ", ".join(name for name, arm in ARMS.items() if arm.scales > 1)
+    yield Note("note", "scales", what, cure=f"These are {taking}; all others see the fine ones alone.")
+    yield from lone_notes([(file.lone, file.patches) for file in good])
 
 
 # Table, matches, splits ----------------------------------------------------------------------------------------------

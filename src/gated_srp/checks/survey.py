@@ -64,6 +64,8 @@ class FileFacts:
     shared_cells: int = 0  # patches that another patch of the same lattice cell hides
     duplicates: int = 0  # patches with the coordinates of another
     outside: int = 0  # patches of the file that the regions leave out; `patches` counts those that are kept
+    coarse: int = 0  # patches of its lower magnification
+    lone: int = 0  # patches without a parent there
     classes: tuple[str, ...] = ()  # drawn on it, where regions choose patches
     nonfinite: int = 0  # rows with NaN, infinity or a length beyond float32; only looked for when deep
     zeros: int = 0  # rows of zeros alone; as above
@@ -148,8 +150,13 @@ def _problem(error: UserError, path: Path) -> Note:
 def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
     header = open_bag(path, settings) if deep else open_header(path, settings)
     coords, stride = header.coords, header.stride
-    problem, whole, capped, kept = None, None, None, None
+    problem, whole, capped, kept, coarse, lone = None, None, None, None, 0, 0
     try:
+        if settings.features_low is not None:
+            from gated_srp.data.two_scales import Scales  # not above: rarely so
+
+            scales = Scales.open(path, settings)
+            coarse, lone = len(scales.coarse.coords), len(coords) - len(scales.parents()[0])
         kept = inside_regions(header, settings)
         whole, capped = _neighbours(coords, stride, settings, kept)
     except UserError as error:
@@ -177,6 +184,8 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         shared_cells=places - _distinct(torch.div(coords.double(), stride, rounding_mode="floor")) if floor else 0,
         duplicates=len(coords) - places,
         outside=0 if kept is None else header.shape[0] - len(kept.rows),
+        coarse=coarse,
+        lone=lone,
         classes=() if kept is None else kept.classes or (),
         nonfinite=nonfinite,
         zeros=zeros,

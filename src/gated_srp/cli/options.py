@@ -31,6 +31,10 @@ Within = Annotated[
     Path | None,
     Option("--annotations", help="Folder of what was drawn on the slides, for models that were trained on `regions`."),
 ]
+Low = Annotated[
+    Path | None,
+    Option("--features-low", help="Folder of the slides' lower magnification, for models that were trained on two."),
+]
 Force = Annotated[
     bool,
     Option("--force", help="Go on with another stride, or an encoder's name that we do not know, than in training."),

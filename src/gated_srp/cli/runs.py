@@ -14,6 +14,7 @@ from gated_srp.cli.options import (
     Devices,
     Fold,
     Force,
+    Low,
     Out,
     Repeats,
     Run,
@@ -116,6 +117,7 @@ def predict(
     coords: Coords = None,
     table: Whose = None,
     annotations: Within = None,
+    features_low: Low = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -152,6 +154,7 @@ def predict(
             "coords": coords,
             "table": table,
             "annotations": annotations,
+            "features_low": features_low,
         }
         how: dict[str, Any] = {"stride": stride, "force": force, "workers": workers, "budget": budget}
         found = run(trained, files, **keys, **how, progress=progress)
@@ -197,6 +200,7 @@ def embed(
     coords: Coords = None,
     table: Whose = None,
     annotations: Within = None,
+    features_low: Low = None,
     stride: Stride = None,
     workers: Annotated[int, Option(min=0, help="Processes that read ahead.")] = 1,
     force: Force = False,
@@ -207,7 +211,7 @@ def embed(
     keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "coords": coords, "table": table}
     with show_progress() as progress:
         how: dict[str, Any] = {"stride": stride, "force": force, "workers": workers, "progress": progress}
-        how |= {"annotations": annotations}
+        how |= {"annotations": annotations, "features_low": features_low}
         found = run_on(run, features, out=output, patches=patches, **keys, **how)
     _say(found.notes, found.skipped)
     count, width = found.features.shape

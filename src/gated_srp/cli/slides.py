@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from gated_srp.cli.options import Coords, Drawn, Force, Magnification, Repeats, Run, Size, Stride, Whose
+from gated_srp.cli.options import Coords, Drawn, Force, Low, Magnification, Repeats, Run, Size, Stride, Whose
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
 from gated_srp.errors import UserError
 
@@ -169,6 +169,7 @@ def heatmap(
     ] = None,
     coords: Coords = None,
     table: Whose = None,
+    features_low: Low = None,
     stride: Stride = None,
     force: Force = False,
     output: Annotated[Path, Option("--out", "-o", help="Folder of the pictures.")] = Path("heatmap"),
@@ -193,6 +194,7 @@ def heatmap(
             export=export or (),
             coords=coords,
             table=table,
+            features_low=features_low,
             stride=stride,
             force=force,
             out=output,

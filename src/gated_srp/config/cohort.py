@@ -107,8 +107,7 @@ class TrainConfig(_Section):
 
     def epoch_bags(self, bags: int) -> int:
         """Of so many bags those that an epoch trains on: with ``drop_last`` whole batches alone, if there is one."""
-        whole = bags - bags % self.batch_size
-        return whole if self.drop_last and whole else bags
+        return (bags - bags % self.batch_size if self.drop_last else 0) or bags
 
     def steps(self, bags: int) -> int:
         """Of the optimiser, in all epochs."""
@@ -167,6 +166,7 @@ class CohortConfig(_Section):
     cohort: str | None = None
     labels: Path | None = None
     features: Annotated[tuple[Path, ...], BeforeValidator(_tupled)] = ()
+    features_low: Path | None = None
     images: Annotated[ImagesConfig | None, _section("folder")] = None
     coords: Path | None = None
     encoder: str | None = None
@@ -219,15 +219,16 @@ class CohortConfig(_Section):
             raise ValueError("slides is joined to a patient table, covariates are its columns; name that with table")
         if self.bag == "patient" and (self.images or self.score == "slide"):
             raise ValueError("bag: patient: it has no use with score: slide, nor with images; leave one out")
+        if self.features_low and (self.images or self.regions or self.bag == "patient"):
+            raise ValueError("features_low: it goes with neither images, nor regions, nor bag: patient; leave one out")
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}, expected an odd number (3 gives 8 neighbours, 5 gives 24)")
         if self.images:
             own = ("features", "coords", "encoder", "stride", "coords_key", "features_key", "cap", "regions")
             for key in [key for key in own if getattr(self, key)] + (["cache"] if self.cache.folder else []):
                 raise ValueError(f"images and {key} are both set; {key} is for feature files, keep one of them")
-            if (size := self.images.size) % (patch := self.images.patch) or size < 2 * patch:
-                said = f"expected a multiple of images.patch ({patch}), twice it at least"
-                raise ValueError(f"images.size is {size}, {said}")
+            if (size := self.images.size) % (n := self.images.patch) or size < 2 * n:
+                raise ValueError(f"images.size is {size}, expected a multiple of images.patch ({n}), twice it at least")
         for key, listed in (("arms", self.arms), ("seeds", self.seeds)):
             if not listed or len(set(listed)) < len(listed):
                 raise ValueError(f"{key} must name at least one, each once")
@@ -280,8 +281,7 @@ class CohortConfig(_Section):
 
     def sizes(self, arm: str = "gated_srp") -> dict[str, Any]:
         """Keyword arguments of ``build_model`` for an arm, nothing left open."""
-        patches = {"num_patches": (self.images.size // self.images.patch) ** 2} if self.images else {}
-        return self._model(arm) | patches
+        return self._model(arm) | ({"num_patches": (self.images.size // self.images.patch) ** 2} if self.images else {})
 
     def _model(self, arm: str) -> dict[str, Any]:
         return self.model.model_dump() | {key: getattr(self.gate(arm), key) for key in ("delta", "hidden_dim")}
@@ -395,5 +395,5 @@ def preparation(config: CohortConfig) -> Preparation:
         from gated_srp.data.regions import Regions
 
         regions = Regions.of(dict(config.regions))
-    same = {key: getattr(config, key) for key in ("window", "lattice", "order", "cap")}
+    same = {key: getattr(config, key) for key in ("window", "lattice", "order", "cap", "features_low")}
     return Preparation(**config.reading, **same, dtype=config.cache.dtype, images=images, regions=regions)

@@ -23,13 +23,26 @@ from gated_srp.config.cohort import CohortConfig
 from gated_srp.data.columns import Columns, resolve_columns
 from gated_srp.data.files.siblings import canonical
 from gated_srp.data.spreadsheet import read_frame
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.files import as_stored
 from gated_srp.models import ARMS
 from gated_srp.tasks import find_task, named_task, task_names
 
 _IMAGE_ARMS = ("vit_s16", "vit_s16_xsa", "vit_s16_diff", "vit_s16_gated_srp")  # what the paper compares on images
-_PATHS = ("labels", "features", "coords", "images", "table", "slides", "split", "exclude", "cache", "regions", "out")
+_PATHS = (
+    "labels",
+    "features",
+    "features_low",
+    "coords",
+    "images",
+    "table",
+    "slides",
+    "split",
+    "exclude",
+    "cache",
+    "regions",
+    "out",
+)
 _INSIDE = {
     "cache": "folder",
     "images": "folder",
@@ -81,9 +94,24 @@ def with_changes(
 
 
 def for_arm(config: CohortConfig, arm: str) -> CohortConfig:
-    """The same settings with the window that an arm needs, where it needs one of its own."""
-    window = ARMS[arm].window if arm in ARMS else None
-    return config if window in (None, config.window) else config.model_copy(update={"window": window})
+    """The same settings with the window that an arm needs, where it needs one of its own, and without a second magnification if it takes none."""
+    changes: dict[str, Any] = {} if arm not in ARMS else {"window": ARMS[arm].window or config.window}
+    changes |= {"features_low": None} if arm in ARMS and ARMS[arm].scales == 1 else {}
+    changed = {key: value for key, value in changes.items() if value != getattr(config, key)}
+    return config.model_copy(update=changed) if changed else config
+
+
+def arm_notes(config: CohortConfig, arm: str) -> list[Note]:
+    """What `for_arm` changes, in words."""
+    own, said = for_arm(config, arm), []
+    if own.window != config.window:
+        about = f"{arm} needs neighbours in a window of {own.window} (it says itself which windows it uses), not of {config.window}"
+        said.append(Note("note", "window", f"{about} as the cohort sets it"))
+    if own.features_low != config.features_low:
+        taking = [name for name, other in ARMS.items() if other.scales > 1]
+        what = f"features_low: {arm} sees the patches of `features` alone"
+        said.append(Note("note", "scales", what, cure=f"Arms that see both magnifications: {', '.join(taking)}."))
+    return said
 
 
 def _placed(key: str, value: Any, home: Path, settings: Settings) -> Any:

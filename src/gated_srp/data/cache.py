@@ -47,6 +47,7 @@ class BagCache:
         """Where the bag of this file with these settings is kept."""
         facts = {"format": FORMAT, "path": str(path.resolve()), **asdict(settings)}
         coords, regions = facts.pop("coords"), facts.pop("regions")  # unknown to version 0.1, whose entries stay valid
+        del facts["features_low"]  # an entry is of one magnification
         facts |= {"coords": str(coords.resolve())} if coords else {}
         facts |= {"regions": regions | {"annotations": str(regions["annotations"].resolve())}} if regions else {}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
@@ -54,6 +55,10 @@ class BagCache:
 
     def read(self, path: Path, settings: Preparation) -> PreparedBag:
         """The prepared bag, from its entry if there is a good one, else made and kept."""
+        if settings.features_low is not None:
+            from gated_srp.data.two_scales import both_scales
+
+            return both_scales(path, settings, self.read)
         entry, identity = self.entry(path, settings), identify(path, settings)
         found = _load(entry, path, identity, settings.lattice, check=entry not in self.sound)
         if found is None:

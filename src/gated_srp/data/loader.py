@@ -88,7 +88,11 @@ class SlideDataset(Dataset[SlideBag]):
 
     def cached(self, index: int) -> list[Cached]:
         """Files and settings of the cache entries of a bag."""
-        return [(self.files[index], self.settings_of(index))]
+        if self.settings.features_low is None:
+            return [(self.files[index], self.settings_of(index))]
+        from gated_srp.data.two_scales import apart
+
+        return list(apart(self.files[index], self.settings_of(index)))
 
     def settings_of(self, index: int) -> Preparation:
         """How a slide is prepared."""

@@ -32,7 +32,7 @@ class Preparation:
     """Every setting that changes what a model sees of a file.
 
     ``dtype`` None: features stay as they are stored. ``images``: files are images, cut like this; None: files of features.
-    ``regions``: which patches of a file are used; None: all.
+    ``regions``: which patches of a file are used; None: all. ``features_low``: folder of a second, lower magnification; None: there is one.
     """
 
     encoder: str | None = None
@@ -47,6 +47,7 @@ class Preparation:
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     images: "ImageGrid | None" = None
     regions: "Regions | None" = None
+    features_low: Path | None = None
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -90,6 +91,10 @@ def open_bag(path: str | Path, settings: Preparation, draws: torch.Generator | N
 
 def prepare(path: str | Path, settings: Preparation, draws: torch.Generator | None = None) -> PreparedBag:
     """Read, choose and order rows, round the features, list the neighbours; ``draws`` as in `open_bag`."""
+    if settings.features_low is not None:
+        from gated_srp.data.two_scales import both_scales
+
+        return both_scales(Path(path), settings, prepare)
     bag = open_bag(path, settings, draws)
     inside = inside_regions(bag, settings)
     rows = kept_rows(bag.coords, settings, inside)
@@ -189,9 +194,14 @@ def _build(coords: Tensor, stride: float, settings: Preparation) -> PatchGraph:
 
 
 def files_of(path: Path, settings: Preparation) -> list[Path]:
-    """A feature file, the files that may hold its positions, and the annotations that choose its patches."""
+    """A feature file, the files that may hold its positions, the annotations that choose its patches; and those of its lower magnification."""
     drawn = None if settings.regions is None else settings.regions.file_of(path)
-    return [path, *position_files(path, settings.coords), path.parent / "bags_config.json", *([drawn] if drawn else [])]
+    own = [path, *position_files(path, settings.coords), path.parent / "bags_config.json", *([drawn] if drawn else [])]
+    if settings.features_low is None:
+        return own
+    from gated_srp.data.two_scales import apart
+
+    return own + files_of(*apart(path, settings)[1])
 
 
 def identify(path: Path, settings: Preparation) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from gated_srp import srp
 from gated_srp.errors import UserError
-from gated_srp.models.attention import Attention, DenseAttention, LocalAttention
+from gated_srp.models.attention import Attention
 from gated_srp.models.nystrom import DifferentialAttention, DifferentialNystrom, NystromAttention
 from gated_srp.models.slide import AdaptedArm, Arm, Gate, ImageArm, Sizes, SlideModel, SlideTransformer, initialise
 from gated_srp.srp import Coefficient, OwnValue
@@ -57,10 +57,9 @@ class PeerArm:
     method: ClassVar[bool] = False
     images: ClassVar[bool] = False
     window: ClassVar[int | None] = None
+    scales: ClassVar[int] = 1
     defaults: ClassVar[Mapping[str, Any]] = {}
-    no_pretraining: ClassVar[str] = (
-        "it is a model of another publication, and most of these have no token per patch at their end"
-    )
+    no_pretraining: ClassVar[str] = "most models of other publications have no token per patch at their end"
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -87,20 +86,12 @@ def _differential(sizes: Sizes, number: int) -> Attention:
     return DifferentialNystrom(sizes.dim, sizes.num_heads, depth=number, num_landmarks=sizes.num_landmarks)
 
 
-def _dense(sizes: Sizes, number: int) -> Attention:
-    return DenseAttention(sizes.dim, sizes.num_heads)
-
-
-def _local(sizes: Sizes, number: int) -> Attention:
-    return LocalAttention(sizes.dim, sizes.num_heads)
-
-
 def _dense_differential(sizes: Sizes, number: int) -> Attention:
     return DifferentialAttention(sizes.dim, sizes.num_heads, depth=number)
 
 
 def _other(name: str, *takes: str) -> _Make:
-    """An attention of another publication. ``takes``: sizes beside width and heads."""
+    """An attention by its name, so that a run without it does not load it. ``takes``: sizes beside width and heads."""
     return lambda sizes, number: _named(name)(
         sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes}
     )
@@ -120,9 +111,8 @@ def _cog(sizes: Sizes, number: int) -> Attention:
     return (_other("variants.CogAttention") if inner else _dense)(sizes, number)
 
 
-def _with_gates(arms: dict[str, Arm]) -> dict[str, Arm]:
+def _with_gates(arms: dict[str, Arm], about: str = "the same with Gated SRP") -> dict[str, Arm]:
     """These arms, and each with Gated SRP on top."""
-    about = "the same with Gated SRP"
     gated = {
         f"{name}_gated_srp": replace(arm, coefficient=Gate(), without=name, title="", about=about)
         for name, arm in arms.items()
@@ -134,6 +124,7 @@ def _fixed(value: float) -> Callable[[Sizes], Coefficient]:
     return lambda sizes: srp.FixedCoefficient(value)
 
 
+_dense, _local = _other("attention.DenseAttention"), _other("attention.LocalAttention")
 _gated = partial(Arm, _nystrom)
 _vit4 = partial(Arm, position=None, trunk="vit4", base="vit4", dense=True)
 _reduced = partial(OtherArm, position=None, trunk="vit4", base="vit4", dense=True)
@@ -221,10 +212,7 @@ ARMS: dict[str, Arm | PeerArm] = {
                 about="Integral Transformer: the mean of eight signals' logits before the softmax (Kobyzev et al. 2025)",
             ),
             "vit4_integral": _vit4(_other("variants.IntegralAttention"), about="the same on dense attention"),
-            "vit4_cog": _vit4(
-                _cog,
-                about="Cog attention: weights with the signs of their logits (Lv et al. 2024)",
-            ),
+            "vit4_cog": _vit4(_cog, about="Cog attention: weights with the signs of their logits (Lv et al. 2024)"),
         }
     ),
     # Locality, redundancy, the class token: what else could do the gate's work
@@ -265,6 +253,19 @@ ARMS: dict[str, Arm | PeerArm] = {
                 about="norms of their own for CLS and for patches (the norms of Marouani et al. 2026)",
             ),
         }
+    ),
+    # Two magnifications in one bag (`features_low`)
+    **_with_gates(
+        {
+            "two_scales": OtherArm(
+                _nystrom,
+                direction=lambda sizes: _named("two_scales.NeighboursAndParent")(sizes.num_heads),
+                model="two_scales.TwoScaleTransformer",
+                scales=2,
+                about="patches of two magnifications in one bag: NA over all of them, PPEG on each scale's own square",
+            )
+        },
+        about="the same with the gate along the neighbours' mean in a patch's own scale and its parent's value, mixed per token and head by learned weights",
     ),
     # Images: dense attention over a fixed grid
     "vit_s16": _vit_s16(_dense, about="ViT-S/16 on images, nothing corrected"),
@@ -322,14 +323,15 @@ def find_arm(name: str) -> Arm | PeerArm:
     raise UserError(f"arm {name!r} is not known", cure=f"{hint}Arms: {', '.join(ARMS)}.", kind="unknown_arm")
 
 
-def fitting_arms(task: str, *, images: bool = False, covariates: bool = False) -> tuple[str, ...]:
-    """Every arm that is made for this kind of task, on slides or on images, with covariates or without.
+def fitting_arms(task: str, *, images: bool = False, covariates: bool = False, scales: int = 1) -> tuple[str, ...]:
+    """Every arm that is made for this kind of task, on slides or on images, with covariates or without, of up to so many magnifications.
 
-    >>> set(ARMS) - set(fitting_arms("classification", covariates=True)) == {name for name, arm in ARMS.items() if arm.images}
+    >>> left = set(ARMS) - set(fitting_arms("classification", covariates=True, scales=2))
+    >>> left == {name for name, arm in ARMS.items() if arm.images}
     True
     """
     fitting = [(name, arm) for name, arm in ARMS.items() if arm.images == images and task not in arm.refuses]
-    return tuple(name for name, arm in fitting if covariates or not arm.needs_covariates)
+    return tuple(name for name, arm in fitting if (covariates or not arm.needs_covariates) and arm.scales <= scales)
 
 
 def arm_settings(name: str) -> tuple[str, dict[str, str]]:

@@ -163,24 +163,24 @@ class PPEG(nn.Module):
     def forward(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """(B, L, C) -> the same shape; with ``overwrite`` in the memory of x, which takes no gradient."""
         if overwrite:
-            x[:, 1:] = self._convolved(x[:, 1:])
+            x[:, 1:] = self.square(x[:, 1:])
             return x
         cls, patches = torch.split(x, [1, x.shape[1] - 1], dim=1)  # its backward is one cat; that of slices fills zeros
-        patches = self._convolved(patches)
+        patches = self.square(patches)
         return torch.cat([cls.to(patches.dtype), patches], dim=1)
 
-    def _convolved(self, patches: Tensor) -> Tensor:
+    def square(self, patches: Tensor) -> Tensor:
         """(B, S * S, C) -> the same shape."""
         side = round(patches.shape[1] ** 0.5)
         # Channels last, and said so by every stride: transposed rows cut into a square look otherwise to the library, which
         # then reorders them, convolves them four times as slowly and hands back an answer that has to be reordered again.
-        square = patches.unflatten(1, (side, side)).movedim(-1, 1)  # (B, C, S, S)
+        laid = patches.unflatten(1, (side, side)).movedim(-1, 1)  # (B, C, S, S)
         weight, bias = self._folded()
         if by_hand():
-            square = depthwise(square, weight, bias)
+            laid = depthwise(laid, weight, bias)
         else:
-            square = F.conv2d(square, weight, bias, padding=3, groups=len(weight))
-        return square.movedim(1, -1).flatten(1, 2)
+            laid = F.conv2d(laid, weight, bias, padding=3, groups=len(weight))
+        return laid.movedim(1, -1).flatten(1, 2)
 
     def _folded(self) -> tuple[Tensor, Tensor]:
         """The three kernels and the skip as one 7 x 7 kernel: convolution is linear in its kernel."""

@@ -18,7 +18,7 @@ class PatchPPEG(PPEG):
     """`PPEG` of rows that are all patches."""
 
     def forward(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
-        return self._convolved(x)
+        return self.square(x)
 
 
 class PatchBlock(Block):

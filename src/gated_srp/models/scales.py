@@ -1,7 +1,9 @@
-"""The neighbour means of several windows as one axis, mixed by what a gate learns of them.
+"""Several neighbourhoods of a token as one axis, mixed by what a gate learns of them: windows of several sizes.
 
-Shapes: R rows of all bags, H heads, D head width, S windows, E neighbour entries.
+Shapes: R rows of all bags, H heads, D head width, S neighbourhoods, E neighbour entries.
 """
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,70 +17,79 @@ from gated_srp.srp.projection import neighbour_sum, wide
 WINDOWS = (3, 5, 7)
 
 
-class MixedWindows(Direction, OwnStart):
-    """r_i = sum_s a_is r_hat_is, r_is the mean of the neighbours' detached values in window s, a_i = softmax_s(w d_is + b_s) per head.
+class Mixture(Direction, OwnStart):
+    """r_i = sum_s a_is r_hat_is, r_is the mean of the detached values in neighbourhood s of i, a_i = softmax_s(w d_is + b_s) per head.
 
-    d_is = [m_is / K_s, |sum_j v_j| / sum_j |v_j|]: how full the window is, and how much its values agree (1: all point one way).
-    w and b start at zero: all windows count alike. A window without neighbours adds nothing; a row without any stays as it is.
+    d_is = [m_is / K_s, |sum_j v_j| / sum_j |v_j|]: how full neighbourhood s is, and how much its values agree (1: all point one way).
+    w and b start at zero: all neighbourhoods count alike. One without values adds nothing; a row without any stays as it is.
     """
 
     learned = True  # through a; the means are measurements, as in `NeighbourMean`
+    count: ClassVar[int]  # S
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_heads, 2))
-        self.bias = nn.Parameter(torch.zeros(num_heads, len(WINDOWS)))
+        self.bias = nn.Parameter(torch.zeros(num_heads, self.count))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
+    def sums(self, v: Tensor, graph: PatchGraph) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each neighbourhood sum_j v_j (R, H * D), sum_j |v_j| (R, H) and m / K (R,) of detached values v (R, H, D)."""
+        raise NotImplementedError
+
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
-        axes, facts = window_means(v, graph)  # (R, H, D), (R, H, 2) of each window
-        logits = [
-            (one * wide(self.weight)).sum(-1) + b for one, b in zip(facts, wide(self.bias).unbind(-1), strict=True)
-        ]
+        axes, logits = [], []
+        for (total, length, full), bias in zip(self.sums(v.detach(), graph), wide(self.bias).unbind(-1), strict=True):
+            mean = total.view(v.shape)
+            some = length > 0
+            agree = torch.where(some, torch.linalg.vector_norm(mean, dim=-1) / torch.where(some, length, 1.0), 0.0)
+            facts = torch.stack([full.to(agree.dtype).unsqueeze(-1).expand_as(agree), agree], -1)  # (R, H, 2)
+            axes.append(unit(mean))
+            logits.append((facts * wide(self.weight)).sum(-1) + bias)
         shares = torch.stack(logits, -1).softmax(-1)  # (R, H, S)
-        return sum(
-            (a.unsqueeze(-1) * axis for a, axis in zip(shares.unbind(-1), axes, strict=True)), torch.zeros_like(axes[0])
-        )
+        mixed = (a.unsqueeze(-1) * axis for a, axis in zip(shares.unbind(-1), axes, strict=True))
+        return sum(mixed, torch.zeros_like(axes[0]))
 
 
-@torch.no_grad()
-def window_means(v: Tensor, graph: PatchGraph) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each window the unit mean of the values v (R, H, D) in it, and what `MixedWindows` calls d, (R, H, 2).
+def listed_sums(v: Tensor, neighbours: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_j v_j (R, H * D) and sum_j |v_j| (R, H) over the lists, of values v (R, H, D)."""
+    sizes = torch.linalg.vector_norm(wide(v), dim=-1)
+    return neighbour_sum(wide(v).flatten(1), neighbours, offsets), neighbour_sum(sizes, neighbours, offsets)
 
-    Windows are nested: each adds a ring to the sums of the one before, so that every neighbour is read once.
+
+class MixedWindows(Mixture):
+    """The `Mixture` of the neighbours in windows 3, 5 and 7."""
+
+    count = len(WINDOWS)
+
+    def sums(self, v: Tensor, graph: PatchGraph) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Windows are nested: each adds a ring to the sums of the one before, so that every neighbour is read once."""
+        lists = rings(graph)
+        total, length = (found.unflatten(0, (-1, self.count)).cumsum(1) for found in listed_sums(v, *lists))
+        counts = lists[1].diff().unflatten(0, (-1, self.count)).cumsum(1)  # (R, S)
+        return [(total[:, s], length[:, s], counts[:, s] / (window**2 - 1)) for s, window in enumerate(WINDOWS)]
+
+
+def rings(graph: PatchGraph) -> tuple[Tensor, Tensor]:
+    """Neighbours and offsets of 3 R lists: of each row those that lie one, two and three steps away, along x or y, whichever is more.
+
+    Entries change places; how many a ring has is no size of a tensor, which a compiler cannot know and a device would be waited for.
     """
     if graph.window != WINDOWS[-1] or graph.places is None:
         knows = f"window {graph.window}" if graph.places is not None else "no places of neighbours"
         what = f"a graph with {knows}, but this arm mixes the windows {', '.join(map(str, WINDOWS))}"
         cure = f"Build it with PatchGraph.from_coords(..., window={WINDOWS[-1]}); `gated-srp train` does so by itself."
         raise UserError(what, where="graph", cure=cure)
-    values, sizes = wide(v).flatten(1), torch.linalg.vector_norm(wide(v), dim=-1)  # (R, H * D), (R, H)
-    total, length = torch.zeros_like(values), torch.zeros_like(sizes)
-    count = torch.zeros_like(graph.neighbour_count)
-    axes, facts = [], []
-    for window in WINDOWS:
-        neighbours, offsets = _ring(graph, window // 2)
-        total, length = (
-            total + neighbour_sum(values, neighbours, offsets),
-            length + neighbour_sum(sizes, neighbours, offsets),
-        )
-        count = count + offsets.diff()
-        mean = total.view(v.shape)
-        agreement = torch.where(
-            length > 0, torch.linalg.vector_norm(mean, dim=-1) / torch.where(length > 0, length, 1.0), 0.0
-        )
-        full = (count / (window**2 - 1)).to(agreement.dtype).unsqueeze(-1).expand_as(agreement)
-        axes.append(unit(mean))
-        facts.append(torch.stack([full, agreement], -1))
-    return axes, facts
-
-
-def _ring(graph: PatchGraph, distance: int) -> tuple[Tensor, Tensor]:
-    """The neighbours that lie so many steps away, along x or y, whichever is more: lists and offsets."""
-    assert graph.places is not None
+    rows, entries = torch.arange(graph.num_rows, device=graph.offsets.device), len(graph.neighbours)
+    owners = rows.repeat_interleave(graph.neighbour_count, output_size=entries)  # (E,)
     steps = torch.stack([graph.places // graph.window, graph.places % graph.window]).int() - graph.window // 2
-    inside = steps.abs().amax(0) == distance  # (E,)
-    return graph.neighbours[inside], F.pad(inside.cumsum(0), (1, 0))[graph.offsets]
+    ring = steps.abs().amax(0).long() - 1  # (E,)
+    inside = F.one_hot(ring, len(WINDOWS)).cumsum(0)  # (E, S) so many of each ring up to here
+    before = F.pad(inside, (0, 0, 1, 0))[graph.offsets]  # (R + 1, S)
+    offsets = F.pad(before.diff(dim=0).flatten().cumsum(0), (1, 0))  # (3 R + 1,)
+    place = (inside - before[owners]).gather(1, ring.unsqueeze(1)).squeeze(1) - 1  # among those of its row and ring
+    order = offsets[len(WINDOWS) * owners + ring] + place
+    return torch.empty_like(graph.neighbours).scatter_(0, order, graph.neighbours), offsets

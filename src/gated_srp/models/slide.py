@@ -1,6 +1,6 @@
-"""The slide model and the image model: features of patches (or their pixels) and their graph in, logits out; and `Arm`, one of them in parts.
+"""The slide model: features of patches and their graph in, logits out; and `Arm`, one in its parts.
 
-Shapes: B batch, N patches, S side of the square, P side of a patch, L = 1 + S * S rows (CLS first), C channels.
+Shapes: B batch, N patches, S side of the square, L = 1 + S * S rows (CLS first), C channels.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.models.attention import Attention
 from gated_srp.models.block import PPEG, Adapter, Block, LastBlock, OwnStart
 from gated_srp.models.fast import one_pass
@@ -35,6 +35,7 @@ class SlideModel(nn.Module):
 
     refuses: ClassVar[Mapping[str, str]] = {}
     images: ClassVar[bool] = False
+    scales: ClassVar[int] = 1  # magnifications whose patches a bag has
     torch_start: ClassVar[frozenset[str]] = frozenset()  # names of linear layers that keep PyTorch's start values
     settings: dict[str, Any]  # how `build_model` made it: what a model file needs to make it again
     card: dict[str, Any]  # of a model that was read from a file: what the file says about it
@@ -149,7 +150,7 @@ class SlideTransformer(SlideModel):
 
     def forward(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         """``features`` (B, N, in_dim), ``graph`` of the patches alone, ``keep`` from `draw_keep` (drawn here in training) -> (B, outputs)."""
-        check_bags(features, graph, self.in_proj.in_features)
+        check_bags(features, graph, self.in_proj.in_features, scales=self.scales)
         return self.logits(self.norm(self.encode(features, graph, keep)[:, 0]), graph)
 
     def encode(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
@@ -166,7 +167,7 @@ class SlideTransformer(SlideModel):
             else:
                 x = block(x, rows, scale, scratch=scratch)
             if number == 0 and self.ppeg is not None and x.shape[1] > 1:  # after a last block CLS is alone
-                x = self.ppeg(x, overwrite=scratch is not None)
+                x = self.positions(x, rows, overwrite=scratch is not None)
         return x
 
     @staticmethod
@@ -176,6 +177,12 @@ class SlideTransformer(SlideModel):
     def before_block(self, number: int, x: Tensor, rows: PatchGraph) -> tuple[Tensor, PatchGraph]:
         """What enters a block, and its graph: models that merge or drop rows do it here."""
         return x, rows
+
+    def positions(self, x: Tensor, rows: PatchGraph, *, overwrite: bool = False) -> Tensor:
+        """What the rows know of their places, added after the first block."""
+        assert self.ppeg is not None
+        placed: Tensor = self.ppeg(x, overwrite=overwrite)
+        return placed
 
     def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
         """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
@@ -195,38 +202,8 @@ class SlideTransformer(SlideModel):
         return (draws >= rates) / (1 - rates)
 
 
-class ImageTransformer(SlideTransformer):
-    """A `SlideTransformer` with a learned position for CLS and each of ``num_patches`` patches, and no square padding.
-
-    ``features`` (B, N, 3 * P * P) are the pixels of each patch, row by row, so the first linear layer is the convolution with P x P
-    kernels and stride P by which a ViT cuts and embeds an image. The gates' h_local comes from what enters the first block: patch
-    tokens with positions added, detached, image by image; that of the graph, of raw pixels, is not used. Images of one size fill a
-    batch: their graphs are one, from `PatchGraph.batch`.
-    """
-
-    images: ClassVar[bool] = True
-    torch_start: ClassVar[frozenset[str]] = frozenset({"in_proj"})  # as the release's convolution
-
-    def __init__(
-        self, in_dim: int, num_outputs: int, *, blocks: Sequence[Block], num_patches: int = 289, drop_path: float = 0.1
-    ) -> None:
-        super().__init__(in_dim, num_outputs, blocks=blocks, drop_path=drop_path)
-        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + num_patches, self.in_proj.out_features))
-        self.gated = any(isinstance(module, SignedGate) for module in self.modules())
-
-    def tokens(self, features: Tensor, graph: PatchGraph, scratch: Scratch | None = None) -> tuple[Tensor, PatchGraph]:
-        known = self.pos_embed.shape[1] - 1
-        if features.shape[1] != known or set(graph.lengths) != {known}:
-            what = f"{features.shape[1]} patches, but the model has learned positions for {known}"
-            cure = "It takes images of one size, that of its training; slides need an arm without learned positions, such as gated_srp."
-            raise UserError(what, where="features", cure=cure)
-        x, rows = super().tokens(features, graph, scratch)
-        x = x + self.pos_embed.to(x.dtype)  # (B, L, C)
-        return x, rows.with_tokens(x.flatten(0, 1)) if self.gated else rows
-
-
-def check_bags(features: Tensor, graph: PatchGraph, in_dim: int) -> None:
-    """Refuse features that are not (B, N, in_dim), or a graph of other rows than theirs."""
+def check_bags(features: Tensor, graph: PatchGraph, in_dim: int, *, scales: int = 1) -> None:
+    """Refuse features that are not (B, N, in_dim), or a graph of other rows than theirs or of more or fewer magnifications than ``scales``."""
     shape = tuple(features.shape)
     if features.ndim != 3 or shape[-1] != in_dim or shape[1] == 0:
         what = f"shape {shape}, expected (B, N, {in_dim}) with at least one patch"
@@ -236,6 +213,10 @@ def check_bags(features: Tensor, graph: PatchGraph, in_dim: int) -> None:
         what = f"{graph.num_bags} bags and {graph.num_rows} rows for features {shape}"
         cure = "Build the graph from the coordinates of these patches alone (PatchGraph.from_coords); the model adds CLS and padding itself."
         raise UserError(what, where="graph", cure=cure)
+    if graph.scales != scales:
+        what = f"patches of {counted(graph.scales, 'magnification')}, but the model takes {scales}"
+        cure = "Make bags with `features_low` (Python: TwoScaleGraph.of) for arms of two magnifications, without it for all others."
+        raise UserError(what, where="graph", cure=cure, kind="scales")
 
 
 def initialise(model: nn.Module, seed: int) -> None:
@@ -309,7 +290,8 @@ class Arm:
     Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
     the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
     attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it; ``without``: the arm that it is
-    without its gate, if not its base, or without what else it adds; ``window``: the one that its graphs need, whatever the cohort sets.
+    without its gate, if not its base, or without what else it adds; ``window``: the one that its graphs need, whatever the cohort sets;
+    ``scales``: magnifications that its bags need.
     """
 
     attention: Callable[[Sizes, int], Attention]
@@ -325,6 +307,7 @@ class Arm:
     method: bool = False
     without: str = ""
     window: int | None = None
+    scales: int = 1
 
     images: ClassVar[bool] = False
     needs_covariates: ClassVar[bool] = False
@@ -382,7 +365,9 @@ class ImageArm(Arm):
     no_pretraining: ClassVar[str] = "it is a model of images, whose patches are pixels"
     defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
 
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> ImageTransformer:
+    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
+        from gated_srp.models.images import ImageTransformer  # which is a slide model
+
         blocks, patches = self.blocks(sizes), sizes.num_patches
         return ImageTransformer(in_dim, num_outputs, blocks=blocks, num_patches=patches, drop_path=sizes.drop_path)
 

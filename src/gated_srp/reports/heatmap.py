@@ -24,7 +24,7 @@ from gated_srp.reports.export import WRITERS
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, read_scores, view_slide
 from gated_srp.reports.pictures import GridRow, Overlay, contact_sheet, draw_grid, draw_maps, extremes, numbered
 from gated_srp.slides.reader import ENDINGS
-from gated_srp.training.known import files_for, known_of
+from gated_srp.training.known import files_for, known_of, low_for
 from gated_srp.training.trained import TrainedRun
 
 
@@ -81,6 +81,7 @@ def heatmap(
     export: Sequence[str] = (),
     coords: str | Path | None = None,
     table: str | Path | None = None,
+    features_low: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     out: str | Path = "heatmap",
@@ -105,6 +106,7 @@ def heatmap(
         coords: the folder of the positions, where it is not beside the features.
         table: as in `predict`; a run whose bags are patients finds a slide's others by it, in the folder of the feature file; a run
             with covariates needs it.
+        features_low: folder of the slides' lower magnification, for runs that were trained on two; maps show `features` alone.
         stride: distance between patches, where the file's is wrong.
         force: as in `predict`: draw files with another stride, or an encoder's name that we do not know, than in training.
         out: folder of the pictures.
@@ -126,7 +128,13 @@ def heatmap(
         "percentile": percentile,
         "overlay": overlay,
     }
-    reading = Preparation(coords=Path(coords) if coords else None, stride=stride, regions=folder_of(annotations))
+    low = low_for([TrainedRun.open(run) for run in paths], features_low)
+    places: dict[str, Any] = {
+        "coords": Path(coords) if coords else None,
+        "regions": folder_of(annotations),
+        "features_low": low,
+    }
+    reading = Preparation(**places, stride=stride)
     shown |= {"image": image, "export": export, "reading": reading}
     if unknown := [name for name in export if name not in WRITERS]:
         raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")

@@ -162,6 +162,8 @@ def view_bag(
     label += f", gates set to {gates}" if gates else ""
     homogeneity = bag.graph.homogeneity.numpy()[own]
     notes = [note for note in bag.warnings if note.kind != "cap"]  # the cap is as in training
+    if bag.graph.scales > 1:
+        notes.append(Note("note", "scales", "maps show the fine patches; the model saw coarse ones beside them"))
     warnings = tuple(replace(note, where=note.where or (str(file),)) for note in notes)
     answer = _answer(trained, logits) + which
     return SlideView(label, patches, layers, ungated, homogeneity, signed, limits, warnings, answer, arm)
@@ -191,7 +193,7 @@ def rows_of(bag: SlideBag, file: Path) -> tuple[slice, str]:
         if path == file:
             return slice(start, start + rows), f" (patient; slide {number} of {len(bag.parts)})"
         start += rows
-    return slice(0, len(bag.features)), ""
+    return slice(0, bag.graph.lengths[0]), ""  # of two magnifications the fine patches
 
 
 def _trace(model: nn.Module, bag: SlideBag, mapped: Container[int], own: slice) -> tuple[Tensor, Sequence[LayerTrace]]:

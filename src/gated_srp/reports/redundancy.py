@@ -8,7 +8,7 @@ L rows (CLS first, square padding last), H heads, D head width, C channels.
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -316,9 +316,10 @@ def _files(cohort: Path) -> tuple[str, list[tuple[str, Path]], Preparation]:
             names = [str(path.relative_to(cohort).with_suffix("")) for path in found]
         return cohort.resolve().name, list(zip(names, found, strict=True)), Preparation()
     config = load_config(cohort)
+    settings = replace(preparation(config), features_low=None)  # of two magnifications the fine patches
     if config.table or config.labels:
-        return config.name, list(open_cohort(config).matches.found.items()), preparation(config)
-    return config.name, [(slide_stem(path), path) for path in find_files(config).files], preparation(config)
+        return config.name, list(open_cohort(config).matches.found.items()), settings
+    return config.name, [(slide_stem(path), path) for path in find_files(config).files], settings
 
 
 # Tokens after attention -----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class PatchGraph:
     r_hat = 0 and passes through the correction unchanged, so no mask of real rows exists anywhere.
     """
 
+    scales = 1  # magnifications of its patches; without a type: no field
     neighbours: Tensor  # (E,) int64, row numbers
     offsets: Tensor  # (B * L + 1,) int64
     homogeneity: Tensor  # (B * L,) float32, mean cosine of the raw features to the neighbours'

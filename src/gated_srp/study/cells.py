@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.config.cohort import CohortConfig, CohortData, preparation
-from gated_srp.config.load import with_changes
+from gated_srp.config.load import for_arm, with_changes
 from gated_srp.config.reach import gate_reach, gates_moved
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.splits import Split
@@ -165,7 +165,7 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> None:
     """Existing run folders must have been made with these settings, and the splits and files that ``data`` (by cohort) now gives."""
     expected: dict[tuple[str, str], str] = {}
-    now: dict[str, pd.DataFrame] = {}  # fingerprints of a cohort's files
+    now: dict[tuple[str, bool], pd.DataFrame] = {}  # fingerprints of a cohort's files, of both magnifications or one
     for cell in distinct(cells):
         cell.run.refuse_other_settings(cell.settings)
         if cell.config.train.init:
@@ -184,10 +184,12 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
                 kind="other_split",
             )
         if cell.cohort in data and not cell.run.features.empty:
-            if cell.cohort not in now:
+            config = for_arm(cell.config, cell.arm)
+            files = (cell.cohort, config.features_low is not None)
+            if files not in now:
                 slides = data[cell.cohort].slides(cell.seed, cell.fold)
-                now[cell.cohort] = fingerprints(SlideDataset(slides, preparation(cell.config)))
-            refuse_other_files(cell.run, now[cell.cohort])
+                now[files] = fingerprints(SlideDataset(slides, preparation(config)))
+            refuse_other_files(cell.run, now[files])
 
 
 def _refuse_other_start(cell: Cell) -> None:

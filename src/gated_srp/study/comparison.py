@@ -132,7 +132,7 @@ def compare(
         running.say(note)
     if arms == ("all",):
         having = {"images": config.images is not None, "covariates": config.covariates is not None}
-        arms = fitting_arms(open_cohort(config).table.task, **having)
+        arms = fitting_arms(open_cohort(config).table.task, **having, scales=2 if config.features_low else 1)
     reference = reference or ("na" if "na" in arms else arms[0])
     if reference not in arms:
         what = f"{reference!r} is not among the arms: {', '.join(arms)}"

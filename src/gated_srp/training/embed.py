@@ -19,7 +19,7 @@ from gated_srp.errors import Note, UserError
 from gated_srp.files import whole_hdf5
 from gated_srp.models import SlideTransformer
 from gated_srp.progress import Progress, silent
-from gated_srp.training.known import files_for, with_ids
+from gated_srp.training.known import files_for, low_for, with_ids
 from gated_srp.training.predict import RunModel, run_models, seen_by
 from gated_srp.training.trained import TrainedRun, drawn_for
 
@@ -58,6 +58,7 @@ def embed(
     coords: str | Path | None = None,
     table: str | Path | None = None,
     annotations: str | Path | None = None,
+    features_low: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
@@ -75,7 +76,7 @@ def embed(
         coords: the folder of the positions, where it is not beside the features.
         table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own. Covariates as in `predict`;
             they do not enter the vectors, which are of slides alone.
-        annotations: as in `predict`.
+        annotations, features_low: as in `predict`.
         stride: distance between patches, where what the file says is wrong.
         force: as in `predict`.
         workers: processes that read ahead.
@@ -97,7 +98,8 @@ def embed(
     if patches and target is None:
         raise UserError("tokens of patches are written, not kept in memory", where="patches", cure="Name `out`.")
     keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride}
-    reading = Preparation(**keys, coords=Path(coords) if coords else None, regions=drawn_for([trained], annotations))
+    keys |= {"regions": drawn_for([trained], annotations), "features_low": low_for([trained], features_low)}
+    reading = Preparation(**keys, coords=Path(coords) if coords else None)
     written: list[Path] = []
     sink = partial(_write_tokens, target, trained, written) if patches and target is not None else None
     found = run_models(
@@ -138,7 +140,7 @@ class _Embedder(RunModel):
         super().__call__(bag)
         if self.sink is not None:
             rows, graph = self.caught["tokens"]
-            self.sink(bag, rows[0, graph.before :][: len(bag.features)].float().cpu().numpy())
+            self.sink(bag, rows[0, graph.before :][: bag.graph.lengths[0]].float().cpu().numpy())
         vector: Tensor = self.caught["slide"][0].float().cpu()
         if not len(vector):
             raise UserError("the model looks at no patch, so it has no vector of a slide", cure="Take another arm.")
@@ -185,7 +187,7 @@ def _write_tokens(target: Path, run: TrainedRun, written: list[Path], bag: Slide
     folder = target.with_name(f"{target.stem}_patches")
     parts = bag.parts or ((bag.slide, bag.path, len(tokens)),)
     ends = np.cumsum([rows for _, _, rows in parts])[:-1]
-    coords = bag.coords.numpy()
+    coords = bag.coords[: bag.graph.lengths[0]].numpy()  # of two magnifications the fine patches
     for (slide, _, _), own, xy in zip(parts, np.split(tokens, ends), np.split(coords, ends), strict=True):
         place = _place(folder, slide, target.suffix or ".h5")
         if target.suffix == ".h5ad":

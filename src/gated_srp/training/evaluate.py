@@ -173,7 +173,7 @@ def evaluate(
     found = run_models(
         [trained],
         slides,
-        reading=Preparation(**config.reading, regions=preparation(config).regions),
+        reading=Preparation(**config.reading, regions=preparation(config).regions, features_low=config.features_low),
         cache=BagCache(config.cache.folder) if config.cache.folder else None,
         force=force,
         workers=config.train.workers,

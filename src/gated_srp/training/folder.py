@@ -322,6 +322,8 @@ def departures(settings: Mapping[str, Any], card: Mapping[str, Any] = MappingPro
         inside, outside = (" or ".join(regions.get(key) or ()) for key in ("only", "exclude"))
         parts = [f"inside {inside}" if inside else "", f"outside {outside}" if outside else ""]
         found.append(f"patches {' and '.join(filter(None, parts))} alone, as drawn in {regions.get('annotations')}")
+    if settings.get("features_low"):
+        found.append("patches of two magnifications are one bag: neighbours within each, and a parent for fine patches")
     if asked := train.get("class_weights"):
         how = " (balanced)" if isinstance(asked, str) else ""
         weights = card.get("class_weights") or (asked if isinstance(asked, Mapping) else {})

@@ -179,15 +179,17 @@ def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> list[N
     return lacking
 
 
-def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
-    """Open the files of all parts, features aside: what a run would fail at after hours is refused before it begins."""
+def check_files(inputs: TrainingData, progress: Progress = silent) -> tuple[Note, ...]:
+    """Open the files of all parts, features aside: what a run would fail at after hours is refused before it begins; and notes."""
     headers: list[tuple[Path, int, str | None]] = []
+    patches: list[tuple[int, int]] = []  # of two magnifications: fine ones without a parent, and all of them
     errors: list[tuple[int, UserError]] = []
     classes: set[str] = set()
     files, settings, members = inputs.bags.members.files, inputs.bags.settings, inputs.members
     for row, file in enumerate(files):
         try:
-            width, encoder, drawn = _header(file, identify(file, settings), settings)
+            width, encoder, drawn, lone = _header(file, identify(file, settings), settings)
+            patches += [lone] if lone else []
             headers.append((file, width, encoder))
             classes.update(drawn)
         except UserError as found:
@@ -203,8 +205,13 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
             where=where,
             cure=f"{error.cure} {_LEAVE_OUT if len(errors) < len(files) else ''}".strip(),
         )
+    notes: tuple[Note, ...] = ()
+    if patches:
+        from gated_srp.data.two_scales import lone_notes  # not above: rarely so
+
+        notes = lone_notes(patches)
     if len({width for _, width, _ in headers}) == 1 >= len({name for _, _, name in headers if name}):
-        return
+        return notes
     from gated_srp.checks import findings, survey  # not above: it is rarely needed
 
     facts = [survey.FileFacts(file, width=width, encoder=name) for file, width, name in headers]
@@ -212,17 +219,25 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> None:
         if note.level == "error":
             where = ", ".join(note.where[:3]) + (", ..." if len(note.where) > 3 else "")
             raise UserError(note.what, where=where, cure=f"{note.cure} {_LEAVE_OUT}", kind=note.kind)
+    return notes
 
 
 _LEAVE_OUT = "`exclude` leaves slides out: `gated-srp check COHORT --quarantine broken.txt` writes a list for it."
 
 
 @lru_cache(maxsize=2**16)  # the runs of a study read the same files
-def _header(file: Path, identity: str, settings: Preparation) -> tuple[int, str | None, tuple[str, ...]]:
-    """Width and encoder, and the classes drawn on the slide where regions choose its patches."""
+def _header(
+    file: Path, identity: str, settings: Preparation
+) -> tuple[int, str | None, tuple[str, ...], tuple[int, int] | None]:
+    """Width and encoder, the classes drawn on the slide where regions choose its patches, `lone_patches` where there are two magnifications."""
     header = open_header(file, settings)
     kept = inside_regions(header, settings)
-    return header.shape[1], header.encoder, () if kept is None else kept.classes or ()
+    lone = None
+    if settings.features_low is not None:
+        from gated_srp.data.two_scales import lone_patches
+
+        lone = lone_patches(file, settings)
+    return header.shape[1], header.encoder, () if kept is None else kept.classes or (), lone
 
 
 # The files it learns from, known again ---------------------------------------------------------------------------------

@@ -116,6 +116,16 @@ def files_for(run: TrainedRun, place: str | Path) -> list[Path]:
     return found
 
 
+def low_for(runs: Sequence[TrainedRun], features_low: str | Path | None) -> Path | None:
+    """The folder of a lower magnification for runs that were trained on two; useless for others."""
+    if features_low is None:
+        return None
+    if not any(run.card.get("features_low") for run in runs):
+        what = "no run was trained on two magnifications, so the lower one would change nothing"
+        raise UserError(what, where=features_low, cure="Leave --features-low out.", kind="scales")
+    return Path(features_low)
+
+
 def slide_names(files: Sequence[str | Path]) -> list[str]:
     """Names without endings; with the last folders where they would be the same.
 

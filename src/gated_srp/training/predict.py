@@ -25,7 +25,7 @@ from gated_srp.records import csv_text
 from gated_srp.tasks import Task
 from gated_srp.tasks.metrics import FEWEST
 from gated_srp.training.inputs import slide_mean
-from gated_srp.training.known import files_for, with_ids
+from gated_srp.training.known import files_for, low_for, with_ids
 from gated_srp.training.loop import error_context
 from gated_srp.training.ranks import Ranks
 from gated_srp.training.seen import compare_with_training
@@ -102,6 +102,7 @@ def predict(
     coords: str | Path | None = None,
     table: str | Path | None = None,
     annotations: str | Path | None = None,
+    features_low: str | Path | None = None,
     stride: float | None = None,
     force: bool = False,
     workers: int = 1,
@@ -119,6 +120,7 @@ def predict(
         table: a spreadsheet of slides and their patients, or a cohort's YAML: the ids are then its own, and the model's patients are found.
             A run with covariates needs it, with their columns.
         annotations: folder of what was drawn on the slides, for runs that were trained on ``regions``; other runs refuse it.
+        features_low: folder of the slides' lower magnification, for runs that were trained on two; other runs refuse it.
         stride: distance between patches, where what the file says is wrong.
         force: another stride than in training, or an encoder's name that we do not know, is a warning rather than a reason to skip.
         workers: processes that read ahead.
@@ -140,7 +142,8 @@ def predict(
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
     slides = with_ids(files, table, members[0].covariates)
     keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride}
-    reading = Preparation(**keys, coords=Path(coords) if coords else None, regions=drawn_for(members, annotations))
+    keys |= {"regions": drawn_for(members, annotations), "features_low": low_for(members, features_low)}
+    reading = Preparation(**keys, coords=Path(coords) if coords else None)
     kept, how = dict[str, int](), dict[str, Any](workers=workers, progress=progress)
     if budget is not None:
         from gated_srp.training.budget import ThinnedModel  # not above: rarely asked for

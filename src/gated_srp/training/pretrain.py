@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort
-from gated_srp.config.load import for_arm, with_changes
+from gated_srp.config.load import arm_notes, for_arm, with_changes
 from gated_srp.data.files.siblings import look_into, may_be_same
 from gated_srp.data.loader import SlideBag, SlideDataset, Variation
 from gated_srp.data.matching import files_of_cases, match_features, match_slides, slide_stem, tcga_patient
@@ -92,9 +92,11 @@ def pretrain(
     if config.images is not None:
         raise UserError("a cohort of images", where=config.name, cure="Pretraining is for features of patches.")
     seed = config.seeds[0] if seed is None else seed
+    said = tuple(note.line for note in arm_notes(config, arm))
     config = pretraining_place(without_labels(for_arm(config, arm)), config.out)
     folders = tuple(Path(folder).absolute() for folder in unlabelled)
-    job = PretrainingJob(config, arm, seed, fold, devices=devices, deep=deep, masking=masking, unlabelled=folders)
+    own: dict[str, Any] = {"masking": masking, "unlabelled": folders}
+    job = PretrainingJob(config, arm, seed, fold, devices=devices, deep=deep, said=said, **own)
     return run_job(job, save_every=save_every, progress=progress)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gated_srp.config.cohort import CohortConfig, open_cohort
-from gated_srp.config.load import for_arm, with_changes
+from gated_srp.config.load import arm_notes, for_arm, with_changes
 from gated_srp.config.reach import gate_reach, gates_moved
 from gated_srp.data.bag import BagError
 from gated_srp.data.loader import BagLoader
@@ -74,8 +74,8 @@ def train(
     config = with_changes(cohort, settings, out)
     arm = arm or config.main_arm
     seed = config.seeds[0] if seed is None else seed
-    config = for_arm(config, arm)
-    job = Job(config, arm, seed, fold, devices=devices, deep=deep)
+    said, config = tuple(note.line for note in arm_notes(config, arm)), for_arm(config, arm)
+    job = Job(config, arm, seed, fold, devices=devices, deep=deep, said=said)
     start = model_file(Path(init)) if init else pretrained_model(job) if config.train.init else None
     return run_job(replace(job, init=start), save_every=save_every, loggers=loggers, progress=progress)
 
@@ -107,6 +107,7 @@ class Job:
     init: Path | None = None
     devices: int = 1
     deep: bool = False
+    said: tuple[str, ...] = ()  # what the arm takes of the cohort in another way than it is set
 
     @property
     def which(self) -> dict[str, Any]:
@@ -153,6 +154,9 @@ def _check(job: Job) -> None:
     if job.arm in ARMS and ARMS[job.arm].needs_covariates and job.config.covariates is None:
         cure = "Name columns of the table with `covariates: {numeric: [...], categorical: [...]}`, or another arm."
         raise UserError("it sees covariates alone, and the cohort names none", where=f"arm {job.arm!r}", cure=cure)
+    if job.arm in ARMS and ARMS[job.arm].scales > 1 and job.config.features_low is None:
+        cure = "Name the folder of the lower magnification with `features_low`, or another arm."
+        raise UserError("it sees two magnifications, and the cohort has one", where=f"arm {job.arm!r}", cure=cure)
     if not 0 <= job.fold < (job.config.folds.number if job.config.folds else 1):
         open_cohort(job.config).split(job.seed, job.fold)  # says how many there are
 
@@ -209,7 +213,8 @@ def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float, logg
     run = job.run
     inputs = job.load()
     if not run.begun:  # a run that goes on knows its files again by their fingerprints
-        check_files(inputs, progress if ranks.first else silent)
+        found = check_files(inputs, progress if ranks.first else silent)
+        inputs = replace(inputs, notes=(*inputs.notes, *found))
     with run.lock() if ranks.first else nullcontext(), run.nothing_unbegun() if ranks.first else nullcontext():
         if ranks.first:
             _refuse_other_start(job, ranks.precision)
@@ -225,7 +230,7 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
         reach = None if job.gates_known else gate_reach(job.config, len(inputs.rows("train")), job.arm)
         for note in (*inputs.notes, *([reach.note(job.arm)] if reach else [])):
             callbacks.say(note.line)
-        for line in departures(job.settings, inputs.task.card()):
+        for line in (*job.said, *departures(job.settings, inputs.task.card())):
             callbacks.say(line)
     with BagLoader(inputs.bags, workers=job.config.train.workers) as loader:
         for line in loader.notes:
@@ -356,6 +361,12 @@ def _refuse_other_input(job: Job, model: SlideModel) -> None:
     )
 
 
+def _low(inputs: TrainingData) -> dict[str, Any]:
+    from gated_srp.data.two_scales import ratios  # not above: rarely so
+
+    return {"ratio": ratios([inputs.bags.files[row] for row in inputs.rows("train")], inputs.bags.settings)}
+
+
 def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
     """The card of the run's model, results aside."""
     bags, start = inputs.bags.settings, job.run.environment.get("init")
@@ -371,6 +382,7 @@ def _about(job: Job, inputs: TrainingData, precision: str) -> dict[str, Any]:
         **{key: getattr(bags, key) for key in ("order", "window", "lattice", "cap", "dtype")},
         **({} if bags.images is None else {"images": asdict(bags.images)}),
         **({} if bags.regions is None else {"regions": bags.regions.rule}),
+        **({} if bags.features_low is None else {"features_low": _low(inputs)}),
         "split_hash": inputs.split.hash,
         **({"init": {key: one for key, one in start.items() if key != "path"}} if start else {}),
         "precision": precision,

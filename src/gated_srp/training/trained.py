@@ -152,7 +152,18 @@ class TrainedRun:
             from gated_srp.data.regions import as_trained  # not above: rarely so
 
             regions = as_trained(rule, regions, self.path)
-        return replace(reading, **made, encoder=self.encoder or reading.encoder, images=self.images, regions=regions)
+        other: dict[str, Any] = {"images": self.images, "features_low": self._low(reading.features_low)}
+        return replace(reading, **made, **other, encoder=self.encoder or reading.encoder, regions=regions)
+
+    def _low(self, folder: Path | None) -> Path | None:
+        """The folder of a second magnification, if it was trained on two; then it must be given."""
+        if self.card.get("features_low") is None:
+            return None
+        if folder is None:
+            what = "trained on patches of two magnifications, and nothing says where the lower one of other slides is"
+            cure = "predict, embed and heatmap take its folder with --features-low, evaluate by the cohort's `features_low`."
+            raise UserError(what, where=self.path, cure=cure, kind="scales")
+        return folder
 
     def calibrated(self, logits: Tensor) -> Columns:
         """Calibrated columns of (B, K) logits: those over the temperature that was fitted on validation."""
@@ -316,7 +327,12 @@ class FittingDataset(SlideDataset):
     def _fit(self, path: Path) -> tuple[Note, ...]:
         header, run = self._header(path), self.run
         stride = stride_problem(header, run.card.get("stride") or [])
-        hard, soft, noted = [], [stride] if stride else [], list[Note]()
+        hard, soft, noted = list[Note](), [stride] if stride else [], list[Note]()
+        if self.settings.features_low is not None:
+            from gated_srp.data.two_scales import Scales  # not above: rarely so
+
+            ratio = Scales.open(path, self.settings).problem(run.card["features_low"])
+            hard += [ratio] if ratio else []
         if run.encoder and header.encoder and header.encoder != run.encoder:
             said = f"encoder: features of {header.encoder!r}, but the model was trained on {run.encoder!r}"
             if may_be_same(run.encoder, header.encoder):

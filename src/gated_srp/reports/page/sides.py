@@ -120,7 +120,8 @@ class _Files(NamedTuple):
         config = load_config(place)
         found = {name: Path(file) for name, file in open_cohort(config).matches.found.items()}
         known = known_of(TrainedRun.open(run.path), list(found.values()), place)
-        return cls(found, Preparation(**config.reading, regions=preparation(config).regions), known)
+        places: dict[str, Any] = {"regions": preparation(config).regions, "features_low": config.features_low}
+        return cls(found, Preparation(**config.reading, **places), known)
 
 
 def side_by_side(
