@@ -79,11 +79,16 @@ def test_files_of_a_folder_are_used_unless_they_may_be_of_validation_or_test(hom
     names = ["new", "TCGA-AA-0001-01Z-00-DX1", f"{case['val']}_2", f"{case['test']}-b", f"{taken}_patches"]
     for number, name in enumerate(names):
         write_trident(tmp_path / "more", name, planted(50 + number, 0.0))
+    write_trident(tmp_path / "none", f"{case['test']}_3", planted(60, 0.0))
+    (tmp_path / "empty").mkdir()
     said = []
     how = {"settings": {"train.epochs": 1}, "out": tmp_path / "runs", "progress": lambda event: said.append(event.text)}
-    run = pretrain(home, arm="na", seed=42, unlabelled=[tmp_path / "more"], **how)
+    run = pretrain(home, arm="na", seed=42, unlabelled=[tmp_path / "more", tmp_path / "none"], **how)
     assert {"new", "TCGA-AA-0001-01Z-00-DX1", "extra_train"} == set(run.features["slide"]) - set(slides["slide"])
     assert any("trains on 2 slides without a row, 3 left out" in line and "1 of their names" in line for line in said)
+    assert any("trains on 0 slides without a row, 1 left out" in line for line in said)
+    with pytest.raises(UserError, match="empty: no feature file in it"):
+        pretrain(home, arm="na", seed=42, unlabelled=[tmp_path / "empty"], out=tmp_path / "other")
     with pytest.raises(UserError, match=r"holds a run with other settings: pretraining\.unlabelled"):
         pretrain(home, arm="na", seed=42, **how)
 
@@ -179,6 +184,8 @@ def test_weights_of_na_start_a_gated_model_and_that_is_said(home, tmp_path):
     said = (run.path / "log.txt").read_text()
     assert "pretrained as na, trained as gated_srp; its gates start as an identity" in said
     assert "the gates can take beta to about" in said
+    later = train(home, arm="na", seed=43, init=run.path, out=tmp_path, settings={"train.epochs": 1})
+    assert "warning: of the slides that this run validates and tests on" in (later.path / "log.txt").read_text()
     assert "started anew, since the file has none that fit: blocks.0.correction" in said
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort
 from gated_srp.config.load import arm_notes, for_arm, with_changes
-from gated_srp.data.files.siblings import look_into, may_be_same
+from gated_srp.data.files.siblings import look_into, may_be_same, nothing_found
 from gated_srp.data.loader import SlideBag, SlideDataset, Variation
 from gated_srp.data.matching import files_of_cases, match_features, match_slides, slide_stem, tcga_patient
 from gated_srp.data.prepared import open_header
@@ -183,7 +183,8 @@ def pretraining_slides(
         )
         more.append(own)
         notes.append(note)
-    slides = pd.concat([labelled[labelled["part"].isin(["train", "val"])], *more], ignore_index=True)[columns]
+    used = [labelled[labelled["part"].isin(["train", "val"])], *more]
+    slides = pd.concat([one for one in used if len(one)], ignore_index=True)[columns]
     counts = slides["part"].value_counts()
     for part in ("train", "val"):
         if not counts.get(part, 0):
@@ -198,6 +199,8 @@ def _folder_slides(
 ) -> tuple[pd.DataFrame, Note]:
     """Files of a folder that no row of the table names; not those that a patient or slide of validation or test may own."""
     files = look_into(folder, encoder=data.config.encoder).bags
+    if not files:
+        raise nothing_found(folder, encoder=data.config.encoder)
     table = data.table.frame
     known = [*table["slide"], *(() if data.table.unlabelled is None else data.table.unlabelled["slide"])]
     matches = match_slides(known, files)
