@@ -114,7 +114,8 @@ def test_a_long_slide_s_halves_are_widened_in_parts_without_a_difference(dtype, 
     features[5] = 0
     expected = PatchGraph.from_coords(cells, features, stride=1).homogeneity
     widened = []
-    monkeypatch.setattr("gated_srp.srp.graph._LONG", 100)
+    monkeypatch.setattr("gated_srp.srp.graph.LONG", 100)
+    monkeypatch.setattr("gated_srp.srp.graph._PART", 100)
     monkeypatch.setattr("gated_srp.srp.graph.wide", lambda x: widened.append(len(x)) or x.float())
     assert torch.equal(PatchGraph.from_coords(cells, features, stride=1).homogeneity, expected)
     assert 0 < max(widened) < 900

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gated_srp.models.attention import Attention, merge_heads
-from gated_srp.models.fast import by_hand, one_pass
+from gated_srp.models.fast import LONG, by_hand, one_pass
 from gated_srp.models.fast.gradients import depthwise, feed_forward
 from gated_srp.models.fast.inference import Scratch, block_by_rows, first_row
 from gated_srp.srp import GatedSRP, PatchGraph
@@ -162,6 +162,13 @@ class PPEG(nn.Module):
 
     def forward(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """(B, L, C) -> the same shape; with ``overwrite`` in the memory of x, which takes no gradient."""
+        if overwrite and x.shape[1] > LONG:
+            from gated_srp.models.fast.long import convolve_in_place  # not above: few slides need it
+
+            side = round((x.shape[1] - 1) ** 0.5)
+            weight, bias = (part.to(x.dtype) for part in self._folded())
+            convolve_in_place(x[:, 1:].unflatten(1, (side, side)), weight, bias)
+            return x
         if overwrite:
             x[:, 1:] = self.square(x[:, 1:])
             return x

@@ -7,7 +7,7 @@ A direction maps values (R, H, D), R = B * L rows, to an axis (R, H, D) that is 
 import torch
 from torch import Tensor, nn
 
-from gated_srp.srp.graph import PatchGraph
+from gated_srp.srp.graph import LONG, PatchGraph
 from gated_srp.srp.projection import AxisAt, wide
 
 
@@ -37,7 +37,11 @@ class NeighbourMean(Direction):
         return graph.mean(v.detach().flatten(1)).view(v.shape)  # (R, H, D)
 
     def axis_at(self, v: Tensor, graph: PatchGraph) -> AxisAt:
-        flat = wide(v.detach().flatten(1))
+        flat = v.detach().flatten(1)
+        if (
+            len(flat) <= LONG or flat.device.type != "cpu"
+        ):  # of a very long slide in halves it would be as large as all other tensors together
+            flat = wide(flat)
         return lambda rows: graph.sum(flat, rows).view(-1, *v.shape[1:])  # the axis never exists as a whole
 
 

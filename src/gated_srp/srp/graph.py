@@ -17,7 +17,8 @@ from gated_srp.srp.projection import chunks, neighbour_mean, neighbour_sum, wide
 
 _FEWEST = 0.1  # mean neighbour count below which a bag of at least _JUDGED patches is refused
 _JUDGED = 16
-_LONG = 65_536  # rows beyond which halves are widened a part at a time
+LONG = 65_536  # rows beyond which halves are widened a part at a time
+_PART = 4096  # rows of such a part
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +152,12 @@ class PatchGraph:
         return neighbour_mean(rows, self.neighbours, self.offsets)
 
     def sum(self, rows: Tensor, part: slice) -> Tensor:
-        """`neighbour_sum` over the lists of ``part`` alone."""
-        return neighbour_sum(rows, *_lists(self.neighbours, self.offsets, part))
+        """`neighbour_sum` over the lists of ``part`` alone; of halves only the rows that these need are widened."""
+        found, starts = _lists(self.neighbours, self.offsets, part)
+        if wide(rows[:0]).dtype != rows.dtype:
+            needed, found = found.unique(return_inverse=True)
+            rows = wide(rows[needed])
+        return neighbour_sum(rows, found, starts)
 
     def with_isolated(self, before: int = 0, after: int = 0) -> Self:
         """Rows without neighbours in front of (CLS, registers) and behind (padding) each bag's rows."""
@@ -202,9 +207,9 @@ class PatchGraph:
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C); features that are not finite are refused."""
         rows = features.detach()
-        if len(rows) <= _LONG or rows.device.type != "cpu":
+        if len(rows) <= LONG or rows.device.type != "cpu":
             rows = wide(rows)  # of a very long slide it would be the largest tensor of all
-        norms = torch.cat([torch.linalg.vector_norm(wide(part), dim=-1) for part in rows.split(_LONG)])
+        norms = torch.cat([torch.linalg.vector_norm(wide(part), dim=-1) for part in rows.split(_PART)])
         _check_finite(norms)
         return replace(self, homogeneity=homogeneity(rows, norms, self.neighbours, self.offsets))
 

@@ -183,3 +183,44 @@ def test_predictions_are_as_close_to_the_truth_as_plain_forwards_of_their_precis
     rms = {name: float(torch.stack(found).square().mean().sqrt()) for name, found in errors.items()}
     assert rms["float32", "fast"] < 1.5 * rms["float32", "plain"] < 1e-5
     assert rms["bf16", "fast"] < 1.5 * rms["bf16", "plain"] < 0.05
+
+
+@pytest.mark.parametrize("arm", ["na", "gated_srp"])
+def test_a_very_long_slide_in_halves_equals_the_plain_forward_within_their_rounding(arm, slide, monkeypatch):
+    from gated_srp.models import block, fast
+    from gated_srp.models.fast import long
+
+    model, (features, graph) = trained(arm).float(), slide
+    calls = []
+    monkeypatch.setattr(long, "_LINES", 7)
+    for name in ("nystrom_in_parts", "convolve_in_place"):
+        real = getattr(long, name)
+        monkeypatch.setattr(long, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
+
+    def logits(dtype):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+            return model(features.to(dtype), graph).float()
+
+    exact, halves = logits(torch.float32), logits(torch.bfloat16)
+    assert not calls
+    monkeypatch.setattr(fast, "LONG", 1000)
+    monkeypatch.setattr(block, "LONG", 1000)
+    parts = logits(torch.bfloat16)
+    assert calls == ["nystrom_in_parts", "convolve_in_place", *["nystrom_in_parts"] * 3]
+    # In halves both are as far from float32 as their rounding: sums in float32 bring them no farther.
+    assert float((parts - exact).abs().max()) <= 1.5 * float((halves - exact).abs().max()) + 1e-3
+    torch.testing.assert_close(parts, halves, atol=0.05 * float(exact.abs().max()), rtol=0)
+
+
+def test_a_convolution_in_place_equals_the_whole_one(monkeypatch):
+    from gated_srp.models.fast import long
+
+    draw = torch.Generator().manual_seed(0)
+    square, weight = torch.randn(1, 17, 17, 5, generator=draw), torch.randn(5, 1, 7, 7, generator=draw)
+    bias = torch.randn(5, generator=draw)
+    whole = torch.nn.functional.conv2d(square.movedim(-1, 1), weight, bias, padding=3, groups=5).movedim(1, -1)
+    for lines in (3, 4, 16, 17, 64):
+        monkeypatch.setattr(long, "_LINES", lines)
+        found = square.clone()
+        long.convolve_in_place(found, weight, bias)
+        torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)

@@ -2,7 +2,7 @@
 
 `gradients`: parts of a block with hand-written backwards and Nystrom attention, in row chunks.
 `inference`: a prediction in one pass over the rows, in memory that the blocks share.
-`packed`: several small bags at once. Each equals the plain form (tests/models/fast/).
+`long`: a prediction of very many rows in half precision. `packed`: several small bags at once. Each equals the plain form (tests/models/fast/).
 """
 
 from collections.abc import Iterator
@@ -48,6 +48,14 @@ def in_row_chunks(x: Tensor, *, halves: bool = False) -> bool:
     an attention call.
     """
     return x.device.type == "cpu" and len(x) == 1 and (halves or product_dtype(x).itemsize >= 4) and by_hand()
+
+
+LONG = 131_072  # rows beyond which memory counts more than time
+
+
+def in_parts(x: Tensor) -> bool:
+    """Whether the rows of x (1, L, C) are so many that queries and keys in half precision exist for some of them at a time."""
+    return x.shape[1] > LONG and x.device.type == "cpu" and product_dtype(x).itemsize < 4 and by_hand()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

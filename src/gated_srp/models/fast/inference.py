@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gated_srp.machine import has_bf16
 from gated_srp.models.attention import Attention, merge_heads, split_heads, weights
-from gated_srp.models.fast import by_hand, product_dtype
+from gated_srp.models.fast import by_hand, in_parts, product_dtype
 from gated_srp.models.fast.gradients import Gathered, row_layers, spread
 from gated_srp.models.nystrom import NystromAttention, landmark_values, means_of_segments, pinv, segment_size
 from gated_srp.srp import PatchGraph
@@ -118,6 +118,10 @@ def attention_by_rows(
     attention: Attention, x: Tensor, norm: nn.Module, graph: PatchGraph, scratch: Scratch | None
 ) -> tuple[YAt, Tensor]:
     """attention(norm(x)) of one bag: y of any rows on demand, and v of all, (1, H, L, D)."""
+    if isinstance(attention, NystromAttention) and in_parts(x):
+        from gated_srp.models.fast.long import nystrom_in_parts  # not above: few slides need it
+
+        return nystrom_in_parts(attention, x, norm, scratch or Scratch())
     if isinstance(attention, NystromAttention) and attention.in_chunks(x, halves=True):
         by_rows = _nystrom if product_dtype(x).itemsize >= 4 else _nystrom_in_halves
         return by_rows(attention, x, norm, scratch or Scratch())
