@@ -426,3 +426,45 @@ def test_equal_slides_have_equal_predictions_whatever_stands_around_them(tmp_pat
     other = write_trident(tmp_path, "c", Slide(slide.cells, slide.features + 1))
     table = predict([model_file(tmp_path / "m.safetensors")], [files[0], other, files[1]], workers=0).table
     assert table.loc[0, "prob_a"] == table.loc[2, "prob_a"] != table.loc[1, "prob_a"]
+
+
+@pytest.mark.parametrize("channels", [5, 64, 200])
+def test_the_mean_of_a_long_slide_is_taken_some_channels_at_a_time_without_a_difference(channels, monkeypatch):
+    from gated_srp.training import inputs
+
+    features = torch.randn(300, channels, generator=torch.Generator().manual_seed(0)).half()
+    whole = inputs.slide_mean(features)
+    assert torch.equal(whole, features.mean(0, dtype=torch.float32))
+    monkeypatch.setattr(inputs, "LONG", 100)
+    widths = []
+    monkeypatch.setattr(
+        inputs.torch, "cat", lambda parts, real=torch.cat: widths.extend(map(len, parts)) or real(parts)
+    )
+    assert torch.equal(inputs.slide_mean(features), whole) and max(widths) <= 64
+
+
+def test_one_slide_is_read_without_a_process_of_its_own(monkeypatch, tmp_path):
+    from gated_srp.training import predict as module
+
+    asked = []
+
+    class Stop(Exception):
+        pass
+
+    def loader(dataset, *, workers):
+        asked.append(workers)
+        raise Stop
+
+    class Run:
+        patients, covariates = False, None
+
+        def preparation(self, reading):
+            return reading
+
+    monkeypatch.setattr(module, "BagLoader", loader)
+    monkeypatch.setattr(module, "fitting_bags", lambda *_, **__: None)
+    for slides in (1, 2, 9):
+        frame = pd.DataFrame({"slide": range(slides), "case": "", "file": "x"})
+        with pytest.raises(Stop):
+            module.run_models([Run()], frame, workers=4, model=lambda run: None)
+    assert asked == [0, 1, 4]

@@ -24,6 +24,7 @@ from gated_srp.data.splits import Split
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import full_hash, sampled_hash
 from gated_srp.progress import Event, Progress, silent
+from gated_srp.srp.graph import LONG
 from gated_srp.tasks import Task
 from gated_srp.tasks.task import Level
 from gated_srp.training.folder import RunFolder
@@ -369,8 +370,9 @@ class FeatureStatistics:
 
 
 def slide_mean(features: Tensor) -> Tensor:
-    """(N, C) -> (C,), in float32 whatever the features' type."""
-    return features.mean(0, dtype=torch.float32)
+    """(N, C) -> (C,), in float32 whatever the features' type; PyTorch widens halves as a whole, so of a long slide some channels at a time."""
+    parts = features.split(64 if len(features) > LONG else features.shape[1], dim=1)
+    return torch.cat([part.mean(0, dtype=torch.float32) for part in parts])
 
 
 def evenly(rows: list[int], most: int = MOST_SLIDES) -> list[int]:

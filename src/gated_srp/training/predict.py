@@ -228,7 +228,8 @@ def run_models(
     for numbers, dataset in zip(groups.values(), datasets, strict=True):
         models = {number: (model or RunModel)(runs[number]) for number in numbers}
         rows = [row for row in range(len(slides)) if row not in collected.problems]
-        with BagLoader(dataset, workers=workers) as loader:
+        # The first bag has nothing to be read behind, and one that is passed on is in memory twice.
+        with BagLoader(dataset, workers=min(workers, max(len(rows) - 1, 0))) as loader:
             for row, bag in _each(loader, rows):
                 collected.add(row, bag, models)
                 done += 1
