@@ -41,29 +41,35 @@ def make_model(arm: str, *, opened: bool = True):
 
 def test_the_loss_is_that_of_a_loop_over_masked_patches_and_channels():
     model, (features, graph) = make_model("gated_srp"), make_bag()
+    features[:, 2] = 0.1
+    features[0, 2] = torch.nextafter(features[0, 2], torch.tensor(1.0))  # constant, but for rounding
+    graph = MaskedGraph.of(graph, features, graph.masked)
     tokens = model.norm(model.encode(features[None], graph))[0, 1 : 1 + len(features)]
-    expected = []
-    for c in range(5):
+    squares, own = [0.0] * 5, 0.0
+    for c in (0, 1, 3, 4):
         column = features[:, c].tolist()
         mean = sum(column) / len(column)
         std = math.sqrt(sum((one - mean) ** 2 for one in column) / len(column))
-        errors = []
         for i in graph.masked.tolist():
             predicted = sum(w * x for w, x in zip(model.head.weight[c].tolist(), tokens[i].tolist(), strict=True))
-            errors.append((predicted + model.head.bias[c].item() - (column[i] - mean) / std) ** 2)
-        expected.append(sum(errors) / len(errors))
+            wanted = (column[i] - mean) / std
+            squares[c] += (predicted + model.head.bias[c].item() - wanted) ** 2
+            own += wanted**2
     found = model(features[None], graph)
-    assert found.shape == (1, 5) and found[0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert found.shape == (1, 5) and found[0].tolist() == pytest.approx([5 * one / own for one in squares], rel=1e-5)
+    assert found.mean().item() == pytest.approx(sum(squares) / own, rel=1e-5)
 
 
-def test_a_constant_channel_asks_for_nothing_and_the_slide_s_mean_has_an_error_of_one():
+def test_predicting_the_slide_s_mean_has_a_loss_of_one_whatever_is_masked():
     model, (features, graph) = make_model("na"), make_bag()
-    features[:, 2] = 0.1
-    features[0, 2] = torch.nextafter(features[0, 2], torch.tensor(1.0))  # constant, but for rounding
-    for one in (model.head.weight, model.head.bias):
-        torch.nn.init.zeros_(one)
-    everyone = MaskedGraph.of(graph, features, torch.arange(len(features)))
-    assert model(features[None], everyone)[0].tolist() == pytest.approx([1, 1, 0, 1, 1], abs=1e-5)
+    features[:, 2] = 0.0
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.zeros_(model.head.bias)
+    for masked in ([3], [0, 1, 7], list(range(len(features)))):
+        found = model(features[None], MaskedGraph.of(graph, features, torch.tensor(masked)))
+        assert found[0, 2] == 0 and found.mean().item() == pytest.approx(1)
+    one = PatchGraph.from_coords(lattice(1, 1), stride=1)
+    assert model(features[None, :1], MaskedGraph.of(one, features[:1], torch.tensor([0]))).mean().item() == 1
 
 
 @pytest.mark.parametrize("arm", CAN)

@@ -86,10 +86,13 @@ class MaskedGraph(PatchGraph):
 class MaskedTransformer(SlideTransformer):
     """A slide model that gives, in place of logits, how well it predicts the features of masked patches: per channel c
 
-        e_c = 1 / M * sum over masked i of (W_c norm(x_i) + b_c - t_ic)^2,    t_ic = (f_ic - mean_c) / std_c,
+        e_c = sum over masked i of (W_c norm(x_i) + b_c - t_ic)^2 / (mean over channels c' of the sum of t_ic'^2),
 
-    with x_i the token of patch i behind the last block, and mean and std of the slide's own patches. The loss of a slide is
-    the mean of e_c over channels; predicting the slide's mean gives 1, so that 1 - loss is a coefficient of determination.
+        t_ic = (f_ic - mean_c) / std_c,
+
+    with x_i the token of patch i behind the last block, and mean and std of the slide's own patches. Channels that do not vary on the slide (a fifth
+    of an encoder's, on a small field) count as 0. The loss is the mean of e_c: the squared error as a share of the masked patches' own
+    variance around the slide's mean, which itself has a loss of exactly 1, so that 1 - loss is a coefficient of determination.
 
     Weights have the names that they have in the arm, but for ``mask_token`` and a head of C outputs. The last block, which
     in the arm updates CLS alone, updates all rows here, so that its weights learn too.
@@ -126,16 +129,20 @@ class MaskedTransformer(SlideTransformer):
         """e (C,) of one bag, from the rows of its patches and perhaps others behind them, (L, D)."""
         assert isinstance(graph, MaskedGraph)
         predicted = self.head(self.norm(tokens.index_select(0, graph.masked)))  # (M, C)
-        wanted = standardised(features).index_select(0, graph.masked)
-        found: Tensor = (predicted.float() - wanted).square().mean(0)
-        return found
+        wanted, varies = standardised(features)
+        wanted = wanted.index_select(0, graph.masked)
+        found = torch.where(varies, (predicted.float() - wanted).square(), 0.0).mean(0)
+        variance = wanted.square().mean()
+        return torch.where(variance > 0, found / variance, 1.0)  # a single patch: nothing but its mean can be asked for
 
 
-def standardised(features: Tensor) -> Tensor:
-    """By mean and standard deviation over the patches of the slide, channel by channel, in float32; 0 where a channel is constant: (N, C)."""
+def standardised(features: Tensor) -> tuple[Tensor, Tensor]:
+    """By mean and standard deviation over the patches of the slide, channel by channel, in float32, (N, C), 0 where a channel is constant;
+    and which channels vary, (C,)."""
     rows = features.float()
     std, mean = torch.std_mean(rows, 0, correction=0)
-    return torch.where(std > _FLAT * mean.abs(), (rows - mean) / std, 0.0)
+    varies = std > _FLAT * mean.abs()
+    return torch.where(varies, (rows - mean) / std, 0.0), varies
 
 
 def copying_r2(bags: Iterable[tuple[Tensor, PatchGraph]]) -> float:
@@ -146,7 +153,7 @@ def copying_r2(bags: Iterable[tuple[Tensor, PatchGraph]]) -> float:
     products = torch.zeros(3, dtype=torch.float64)
     for features, graph in bags:
         assert isinstance(graph, MaskedGraph)
-        wanted, seen = standardised(features), (~graph.hidden).float().unsqueeze(-1)  # (N, C), (N, 1)
+        wanted, seen = standardised(features)[0], (~graph.hidden).float().unsqueeze(-1)  # (N, C), (N, 1)
         rows = slice(0, graph.num_rows)
         near = graph.sum(wanted * seen, rows) / graph.sum(seen, rows).clamp(min=1)
         t, p = (one.index_select(0, graph.masked).double() for one in (wanted, near))

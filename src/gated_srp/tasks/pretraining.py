@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaskedFeatures(Task):
-    """Mean squared error of masked patches' features, standardised slide by slide (`models.masked`); the share explained selects.
+    """Squared error of masked patches' features as a share of their variance (`models.masked`); the share explained selects.
 
     ``width``: channels of the features; ``share`` and ``block``: how patches are masked.
     """
@@ -81,7 +81,7 @@ class MaskedFeatures(Task):
         return {}
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """1 / (B C) * sum over slides and channels of the mean squared error of masked patches."""
+        """Mean over slides of the squared error of masked patches as a share of their variance."""
         return full_precision(logits).mean()
 
     def predict(self, logits: Tensor) -> Columns:
