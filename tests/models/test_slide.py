@@ -7,6 +7,8 @@ import torch
 from gated_srp_bench import textbook
 from hypothesis import given
 from hypothesis import strategies as st
+from models.test_arms import bag as arm_bag
+from models.test_arms import shaken
 from torch.nn import functional as F
 
 from gated_srp import GatedSRP, PatchGraph, UserError, trace
@@ -160,6 +162,16 @@ def test_slides_of_all_lengths_compile_twice_and_without_a_graph_break():
         graph = graph_of(features, coords)
         torch.testing.assert_close(compiled(features, graph), model(features, graph), atol=1e-5, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["gated_srp_scales", "two_scales_gated_srp"])
+def test_arms_that_mix_neighbourhoods_compile_without_a_graph_break(name):
+    """Boolean indexing by rings had made the number of their entries a size that only the data know."""
+    torch._dynamo.reset()
+    model, (features, graph) = shaken(name), arm_bag(name)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(features, graph), model(features, graph), atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -11,6 +12,8 @@ import gated_srp
 from gated_srp.cli import app
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, save_model
+
+ROOT = Path(__file__).parents[2]
 
 
 def answers(found):
@@ -54,6 +57,23 @@ def test_the_curve_is_written_and_shown_by_the_report(finished, cohort, tmp_path
     gated_srp.report(run, out=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Redundancy budget: Gated SRP, run, 24 slides" in page and re.search(r"drift of\s+logits", page)
+
+
+def test_the_page_says_what_the_curves_of_trained_models_gave():
+    """Of docs/evidence/budget.csv: the curves of the runs of `gated-srp demo`."""
+    table, page = (ROOT / "docs" / name for name in ("evidence/budget.csv", "method.md"))
+    curves, text, rising = pd.read_csv(table), page.read_text(), []
+    assert (len(curves), set(curves["arm"]), set(curves["seed"])) == (20, {"na", "gated_srp"}, {42, 43})
+    for share in (0.9, 0.75, 0.5, 0.25):
+        rows = [curves[(curves["share"] == share) & (curves["arm"] == arm)] for arm in ("na", "gated_srp")]
+        cells = [f"{', '.join(f'{one:.3f}' for one in row['drift'])} | {row['changed'].sum()}" for row in rows]
+        assert f"| {share:.0%} | {cells[0]} | {cells[1]} |".replace("%", " %") in text
+    for _, run in curves.groupby(["arm", "seed"]):
+        drift = run.sort_values("share", ascending=False)["drift"].tolist()
+        rising.append(drift == sorted(drift))
+        assert drift[0] == 0 and drift[-1] == max(drift)
+    assert sum(rising) == 1 and "in one run of four" in text
+    assert f"as much as {curves['largest_drift'].max():.2f}" in text
 
 
 def test_bad_shares_and_arms_that_need_all_patches_are_refused(finished, cohort, tmp_path):

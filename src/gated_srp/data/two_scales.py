@@ -170,7 +170,8 @@ def lone_notes(slides: Sequence[tuple[int, int]]) -> tuple[Note, ...]:
     lone, count = (sum(each) for each in zip(*slides, strict=True))
     on = f", on {sum(one > 0 for one, _ in slides)} of {counted(len(slides), 'slide')}," if len(slides) > 1 else ""
     what = f"features_low: {lone:,} of {counted(count, 'fine patch')}{on} lie in no coarse patch: they have no parent"
-    return (Note("note", "no_parent", what),) if lone else ()
+    cure = "They are corrected along their neighbours alone; if these are many, extract both with one tissue mask."
+    return (Note("note", "no_parent", what, cure=cure),) if lone else ()
 
 
 def low_file(path: Path, settings: Preparation) -> Path:
