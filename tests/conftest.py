@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two would wait for each other
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("quick")
+
+MEMORY = Path("/dev/shm")  # files that are waited for until they are on the disk cost nothing there
+ROOM = 8 * 2**30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary folders lie in memory where there is plenty of it; PYTEST_DEBUG_TEMPROOT or --basetemp name another place."""
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(scope="session")
