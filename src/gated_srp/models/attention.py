@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
-from gated_srp.models.fast import by_hand
+from gated_srp.models.fast import by_hand, halves_on_processor
 from gated_srp.models.fast.gradients import projections
 from gated_srp.srp import PatchGraph
 
@@ -63,7 +63,8 @@ class FusedAttention(Attention):
             parts = projections(x, weight, bias, dim)
         else:
             parts = tuple(F.linear(x, w, b) for w, b in zip(weight.split(dim), bias.split(dim), strict=True))
-        return tuple(split_heads(part, self.num_heads) for part in parts)
+        apart = (split_heads(part, self.num_heads) for part in parts)
+        return tuple(one.contiguous() if by_hand() and halves_on_processor(one) else one for one in apart)
 
     def values(self, x: Tensor) -> Tensor:
         return merge_heads(self.heads(x, 2, 3)[0])

@@ -224,3 +224,21 @@ def test_a_convolution_in_place_equals_the_whole_one(monkeypatch):
         found = square.clone()
         long.convolve_in_place(found, weight, bias)
         torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_in_bf16_are_as_close_to_the_truth_as_those_of_plain_forwards(slide):
+    features, graph = slide[0][:, :1100], slide[1].first(1100)
+    errors = {"fast": [], "plain": []}
+    for seed in range(6):
+        model = trained("gated_srp", seed)
+        weights = list(model.parameters())
+        truth = torch.autograd.grad(model(features, graph).square().sum(), weights)
+        model = model.float()
+        for form, found in errors.items():
+            with plain_forwards() if form == "plain" else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16):
+                    logits = model(features.float(), graph)
+                grads = torch.autograd.grad(logits.float().square().sum(), list(model.parameters()))
+            found += [(a - b).norm() / b.norm() for a, b in zip(grads, truth, strict=True) if b.norm() > 0]
+    middle = {form: float(torch.stack(found).median()) for form, found in errors.items()}
+    assert middle["fast"] < 1.3 * middle["plain"] < 0.5

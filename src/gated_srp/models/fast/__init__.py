@@ -64,5 +64,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def halves_on_processor(x: Tensor) -> bool:
+    """Where the library's attention takes up to half as long again over rows of all heads as over heads apart, each in one piece."""
+    return x.device.type == "cpu" and x.dtype.itemsize < 4
+
+
 def _watched(modules: tuple[nn.Module | None, ...]) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in modules if m is not None)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gated_srp.machine import has_bf16
 from gated_srp.models.attention import Attention, merge_heads, split_heads, weights
-from gated_srp.models.fast import by_hand, in_parts, product_dtype
+from gated_srp.models.fast import in_parts, product_dtype
 from gated_srp.models.fast.gradients import Gathered, row_layers, spread
 from gated_srp.models.nystrom import NystromAttention, landmark_values, means_of_segments, pinv, segment_size
 from gated_srp.srp import PatchGraph
@@ -110,7 +110,7 @@ def block_by_rows(block: Block, x: Tensor, graph: PatchGraph, scratch: Scratch |
         y = y_at(rows)  # (1, H, chunk, D)
         z = merge_heads(y)[0] if correct is None else correct(y, rows).flatten(1)  # (chunk, C)
         part = x[0, rows] + project(z)
-        torch.add(part, second(first(normalised(block.norm2, part))), out=out[0, rows])
+        torch.add(part, second(first(block.norm2(part))), out=out[0, rows])
     return out
 
 
@@ -169,7 +169,7 @@ def _nystrom_in_halves(attention: NystromAttention, x: Tensor, norm: nn.Module, 
     apart = x.new_empty(3, heads, x.shape[1], x.shape[2] // heads, dtype=product_dtype(x))
     means = []
     for rows in chunks(x[0], max(1, _ROWS // size) * size):  # a few whole segments at a time
-        part = normalised(norm, x[:, rows])
+        part = norm(x[:, rows])
         means.append(means_of_segments(part, size))
         qkv = project(part[0])
         apart[:, :, rows] = qkv.unflatten(1, (3, heads, -1)).movedim(0, 2)
@@ -182,12 +182,3 @@ def _nystrom_in_halves(attention: NystromAttention, x: Tensor, norm: nn.Module, 
         return F.scaled_dot_product_attention(q[:, :, rows], k_marks, u)
 
     return y_at, split_heads(values[None], heads)
-
-
-def normalised(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x), of halves in halves: the library's norm computes in float32 inside, so that autocast's copies before and after change nothing."""
-    if type(norm) is not nn.LayerNorm or x.dtype not in (torch.bfloat16, torch.float16) or not by_hand(norm):
-        found: Tensor = norm(x)
-        return found
-    with torch.autocast(x.device.type, enabled=False):
-        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
