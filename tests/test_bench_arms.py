@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from gated_srp_bench import arms as bench
 from typer.testing import CliRunner
 
@@ -25,11 +26,30 @@ def test_slides_are_measured_beside_na_and_images_beside_their_base():
         assert cost.predict[0] == cost.predict[1] == cost.predict[2] > 0  # one turn
 
 
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_predicts_and_learns_on_the_slide_that_it_is_measured_on(name):
+    sizes = {"dim": 12, "num_heads": 2, "depth": 3, "num_landmarks": 4, "hidden_dim": 4}
+    run = bench._runner(name, 16, sizes)
+    model = run.__closure__[[*run.__code__.co_freevars].index("model")].cell_contents
+    run("predict")
+    assert not any(p.grad is not None for p in model.parameters()) and not model.training
+    run("train")
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters()) and model.training
+
+
 def test_a_ratio_is_the_median_of_turns_that_both_took():
     took = {"arm": [3.0, 8.0, 30.0], "base": [1.0, 2.0, 15.0]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "turns_of", lambda jobs, repeats, clock: took)
         assert bench._paired(print, print, "predict", 3) == (8.0, (2.0, 3.0, 4.0))
+
+
+def test_costs_are_microseconds_per_patch(monkeypatch):
+    took = {"predict": (3.0, (1.0, 2.0, 3.0)), "train": (6.0, (4.0, 5.0, 6.0))}
+    monkeypatch.setattr(bench, "_paired", lambda arm, base, phase, turns: took[phase])
+    (cost,) = bench.measure_arms(["xsa"], **TINY)
+    assert (cost.predict_us, cost.train_us) == (1e5, 2e5) and (cost.predict[1], cost.train[1]) == (2.0, 5.0)
 
 
 def test_the_file_keeps_other_arms_in_the_order_of_the_table(tmp_path, monkeypatch):

@@ -16,12 +16,24 @@ from gated_srp.config.cohort import ModelConfig
 from gated_srp.data.two_scales import find_parents
 from gated_srp.errors import UserError
 from gated_srp.machine import has_bf16
-from gated_srp.models import ARMS, METHOD, TUNED, Sizes, arm_title, build_model, find_arm, load_model, save_model
+from gated_srp.models import (
+    ARMS,
+    METHOD,
+    TUNED,
+    Sizes,
+    arm_title,
+    build_model,
+    find_arm,
+    fitting_arms,
+    load_model,
+    save_model,
+)
 from gated_srp.models.attention import Attention
 from gated_srp.models.fast import plain_forwards
 from gated_srp.models.nystrom import NystromAttention, NystromMaps
 from gated_srp.models.two_scales import TwoScaleGraph
 from gated_srp.srp import FixedCoefficient, SignedGate
+from gated_srp.tasks import task_names
 
 SMALL = {"in_dim": 8, "num_outputs": 2, "dim": 12, "num_heads": 2, "depth": 3, "num_landmarks": 4, "hidden_dim": 4}
 PATCHES = 13
@@ -187,6 +199,19 @@ def test_an_arm_knows_what_it_builds(name):
     assert arm.dense == any(isinstance(part, Attention) and part.dense for part in parts)
     assert (arm.images, arm.scales) == (build_model(name, **SMALL).images, build_model(name, **SMALL).scales)
     assert arm.method <= arm.gated  # Gated SRP is gated
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_refuses_the_tasks_that_its_model_refuses_in_words_and_comparisons_leave_it_out_there(name):
+    arm = find_arm(name)
+    assert arm.refuses == build_model(name, **SMALL).refuses and all(len(why) > 20 for why in arm.refuses.values())
+    assert set(arm.refuses) <= set(task_names())
+    for task in task_names():
+        fitting = fitting_arms(task, images=arm.images, covariates=True, scales=2)
+        assert (name in fitting) == (task not in arm.refuses)
+    assert (name in fitting_arms("classification", images=arm.images)) == (
+        not arm.needs_covariates and arm.scales == 1 and "classification" not in arm.refuses
+    )
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -4,7 +4,8 @@ import re
 
 import pandas as pd
 import pytest
-from training.toy_cohorts import write_cohort, write_survival_cohort
+from training.toy_cohorts import write_survival_cohort
+from two_scale_cohorts import write_two_scale_cohort
 
 import gated_srp
 from gated_srp.models import ARMS, fitting_arms
@@ -18,7 +19,7 @@ def test_every_arm_trains_two_epochs_in_one_comparison(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "gated_srp.reports.figures.draw_comparison", lambda *_, **__: []
     )  # a panel per arm: half a minute
-    cohort = write_cohort(tmp_path, slides=6, model=TINY, train={"epochs": 2})
+    cohort = write_two_scale_cohort(tmp_path, slides=6, model=TINY, train={"epochs": 2})
     found = gated_srp.compare(cohort, arms=["all"], seeds=[42], bootstrap=0, jobs=1, out=tmp_path / "runs")
     slides = {name for name, arm in ARMS.items() if not arm.images and not arm.needs_covariates}
     assert not found.failed
