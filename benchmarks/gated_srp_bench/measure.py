@@ -177,7 +177,8 @@ def time_arms(
                     jobs[arm, dtype] = partial(run_phase, subject, phase, dtype)
         if phase == "predict":
             jobs["machine", "float32"] = _multiplications(products)
-        often = 4 * repeats if phase == "prepare" else repeats  # milliseconds need more turns to meet a quiet moment
+        short = phase == "prepare" and tokens <= 20_000
+        often = 4 * repeats if short else repeats  # milliseconds need more turns to meet a quiet moment
         for (arm, dtype), turns in turns_of(jobs, often, warm_up=warm_up).items():
             if arm == "machine":
                 rows.append(Row.of(tokens, "multiply", arm, dtype, [seconds / products for seconds in turns]))
@@ -224,7 +225,10 @@ def growth(sizes: Iterable[int]) -> list[Row]:
     for subject in subjects.values():
         subject.prepare()
     jobs = {(str(n),): lambda s=s: run_phase(s, "predict", "float32") for n, s in subjects.items()}
-    return [Row.of(int(n), "growth", "gated_srp", "float32", turns) for (n,), turns in turns_of(jobs, 3).items()]
+    return [
+        Row.of(int(n), "growth", "gated_srp", "float32", turns)
+        for (n,), turns in turns_of(jobs, 3, warm_up=False).items()
+    ]
 
 
 def windows(sizes: Iterable[int], *, bags: int = 8, repeats: int = 9) -> list[Row]:

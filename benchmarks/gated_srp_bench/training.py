@@ -85,7 +85,7 @@ def _cohort(home: Path, kind: str, counts: Sequence[int], width: int) -> tuple[T
                 path, count, width, seed=number, dtype="float16", compression="gzip" if stored == "gzip" else None
             )
         table.append(f"slide{number:03d},class{number % CLASSES}")
-        split.append(f"slide{number:03d},{'train' if number < len(counts) - CLASSES else 'val'}")
+        split.append(f"slide{number:03d},{'train' if number < len(counts) - 1 else 'val'}")
     for name, lines in (("slides.csv", table), ("split.csv", split)):
         (home / name).write_text("\n".join(lines) + "\n")
     cache = "cache: cache\n" if kind == CACHED else ""
