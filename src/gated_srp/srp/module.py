@@ -23,7 +23,6 @@ from gated_srp.srp.projection import (
     project,
     remove,
     unit,
-    wide,
 )
 
 
@@ -97,7 +96,7 @@ class GatedSRP(nn.Module):
         return rows.view(len(y), -1, rows.shape[-1])
 
     def by_rows(self, v: Tensor, graph: PatchGraph) -> Callable[[Tensor, slice], Tensor]:
-        """`forward` of one bag when no gradient is wanted, some rows at a time: y of these rows (1, H, R, D) -> z (R, H, D), not narrowed.
+        """`forward` of one bag when no gradient is wanted, some rows at a time: y of these rows (1, H, R, D) -> z (R, H, D).
 
         A row's axis, diagnostics, beta and correction depend on other rows through v alone, so one pass does it all.
         """
@@ -106,7 +105,7 @@ class GatedSRP(nn.Module):
         axis_at = self.direction.axis_at(_rows(v), graph)
 
         def correct(y: Tensor, rows: slice) -> Tensor:
-            y_rows, axis = wide(_rows(y)), axis_at(rows)
+            y_rows, axis = _rows(y), axis_at(rows)
             measured = measure(y_rows, lambda part: axis[part])
             beta = self.coefficient(measured.component, measured.norm, graph.part(rows))
             return remove(y_rows, axis, measured.amount(beta))
