@@ -200,7 +200,8 @@ class PatchGraph:
         """The same lists of one bag with each neighbour's place in the window; arguments as in `from_coords`."""
         if self.window > 15:  # more places than a byte has values
             return self
-        owners = torch.arange(self.num_rows, device=coords.device).repeat_interleave(self.neighbour_count)  # (E,)
+        owners = torch.arange(self.num_rows, device=coords.device)
+        owners = owners.repeat_interleave(self.neighbour_count, output_size=len(self.neighbours))  # (E,)
         places = window_places((owners, self.neighbours), coords, float(stride), self.window, lattice)
         return replace(self, places=places)
 

@@ -51,7 +51,8 @@ def neighbour_sum(rows: Tensor, neighbours: Tensor, offsets: Tensor) -> Tensor:
     """m_i r_i: it points where the mean does, which is all that a unit axis keeps of it."""
     with torch.no_grad():
         if not torch.compiler.is_compiling() and composed():  # vmap would loop over embedding bags
-            owners = torch.arange(offsets.shape[0] - 1, device=rows.device).repeat_interleave(offsets.diff())  # (E,)
+            owners = torch.arange(offsets.shape[0] - 1, device=rows.device)
+            owners = owners.repeat_interleave(offsets.diff(), output_size=neighbours.shape[0])  # (E,)
             gathered = wide(rows)[neighbours]  # (E, C)
             return gathered.new_zeros(offsets.shape[0] - 1, rows.shape[-1]).index_add(0, owners, gathered)
         return F.embedding_bag(neighbours, wide(rows), offsets, mode="sum", include_last_offset=True)

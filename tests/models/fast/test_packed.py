@@ -135,8 +135,33 @@ class NoWaiting(TorchDispatchMode):
     """Refuses whatever would wait for a device: a value that Python asks for, a shape that depends on values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
+        depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        if (kwargs or {}).get("output_size") is not None:
+            depends = set()
+        elif func.name().startswith(("aten::index.", "aten::index_put")):  # a mask is counted first, numbers are not
+            depends = {one.dtype for one in args[1] if one is not None} & {torch.bool, torch.uint8}
+        assert not depends, func
         return func(*args, **(kwargs or {}))
+
+
+_WAITS = [
+    torch.nonzero,
+    torch.bincount,
+    torch.Tensor.unique,
+    lambda x: bool(x.any()),
+    lambda x: x[x > 0],
+    lambda x: x.equal(x),
+]
+_WAITS += [lambda x: x.repeat_interleave(x), lambda x: x.masked_select(x > 0), lambda x: x.index_put_((x > 0,), x[0])]
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+def test_what_would_wait_is_refused(wait):
+    x = torch.tensor([1, 0, 2])
+    with NoWaiting():
+        x[x].any(), x.repeat_interleave(x, output_size=3), x.index_select(0, x), x.clone().index_put_((x,), x)  # do not
+        with pytest.raises(AssertionError):
+            wait(x)
 
 
 @pytest.mark.parametrize("arm", PAPER)
