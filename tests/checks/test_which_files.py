@@ -205,7 +205,8 @@ def test_where_no_file_can_be_used_the_split_is_not_blamed(tmp_path):
     assert {note.kind for note in check(path).errors} == {"zero_bytes"}
 
 
-def test_the_command_advises_to_exclude_only_where_something_is_left(tmp_path):
+def test_the_command_advises_to_exclude_only_where_something_is_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a path that is longer than a line is broken
     path = clam_cohort(tmp_path, slides=24)
     (tmp_path / "feats" / "h5_files" / "s1.h5").write_bytes(b"")
     said = " ".join(CliRunner().invoke(app, ["check", str(path)]).output.split())

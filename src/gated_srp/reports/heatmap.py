@@ -128,6 +128,7 @@ def heatmap(
         "percentile": percentile,
         "overlay": overlay,
     }
+    files = feature_files(Path(features), paths)  # before runs are opened: it knows when they were named in another order
     low = low_for([TrainedRun.open(run) for run in paths], features_low)
     places: dict[str, Any] = {
         "coords": Path(coords) if coords else None,
@@ -138,7 +139,6 @@ def heatmap(
     shown |= {"image": image, "export": export, "reading": reading}
     if unknown := [name for name in export if name not in WRITERS]:
         raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")
-    files = feature_files(Path(features), paths)
     if len(files) > 1 and image is not None:
         where = f"--wsi {image}"
         raise UserError(
