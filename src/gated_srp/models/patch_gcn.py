@@ -39,7 +39,9 @@ class SoftmaxConvolution(nn.Module):
     def forward(self, x: Tensor, graph: PatchGraph) -> Tensor:
         """(R, C) -> (R, C)"""
         rows, entries = torch.arange(len(x), device=x.device), len(graph.neighbours)
-        owner = rows.repeat_interleave(graph.neighbour_count, output_size=entries)  # (E,); the size given: no wait for it
+        owner = rows.repeat_interleave(
+            graph.neighbour_count, output_size=entries
+        )  # (E,); the size given: no wait for it
         messages = (F.relu(x) + 1e-7)[graph.neighbours]  # (E, C)
         logits = messages * self.temperature.value
         index = owner.unsqueeze(-1).expand_as(logits)

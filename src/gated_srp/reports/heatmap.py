@@ -128,7 +128,9 @@ def heatmap(
         "percentile": percentile,
         "overlay": overlay,
     }
-    files = feature_files(Path(features), paths)  # before runs are opened: it knows when they were named in another order
+    files = feature_files(
+        Path(features), paths
+    )  # before runs are opened: it knows when they were named in another order
     low = low_for([TrainedRun.open(run) for run in paths], features_low)
     places: dict[str, Any] = {
         "coords": Path(coords) if coords else None,
