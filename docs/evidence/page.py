@@ -294,7 +294,8 @@ def _generated(plan: dict, results: pd.DataFrame) -> str:
 
 def _sign(simulated: pd.DataFrame) -> str:
     """Where open gates went."""
-    rows = simulated[(simulated["metric"] == "mean_beta") & simulated["arm"].str.contains("gate_lr")]
+    fast = simulated["arm"].str.startswith("gated_srp@train.gate_lr")  # along the neighbours; controls have other axes
+    rows = simulated[(simulated["metric"] == "mean_beta") & fast]
     values = pd.to_numeric(rows["value"])
     if not len(values):
         return "No run with faster gates is finished."
