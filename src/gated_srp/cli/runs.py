@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from typer import Argument, Option
 
 from gated_srp.cli.options import (
@@ -24,7 +23,7 @@ from gated_srp.cli.options import (
     Within,
 )
 from gated_srp.cli.screen import LOG, say, say_written, show_progress
-from gated_srp.errors import Interrupted, Note, UserError, counted
+from gated_srp.errors import Note, UserError, counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,14 +50,10 @@ def train(
 
     from gated_srp.training.train import train as run
 
-    try:
-        with show_progress() as progress:
-            which: dict[str, Any] = {"arm": arm, "seed": seed, "fold": fold, "out": out, "settings": settings}
-            how: dict[str, Any] = {"init": init, "devices": devices, "save_every": save_every, "deep": deep}
-            run(cohort, **which, **how, progress=progress)
-    except Interrupted as stopped:
-        LOG.warning("%s", stopped)
-        raise typer.Exit(130) from None
+    with show_progress() as progress:
+        which: dict[str, Any] = {"arm": arm, "seed": seed, "fold": fold, "out": out, "settings": settings}
+        how: dict[str, Any] = {"init": init, "devices": devices, "save_every": save_every, "deep": deep}
+        run(cohort, **which, **how, progress=progress)
 
 
 def pretrain(

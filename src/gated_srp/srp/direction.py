@@ -38,10 +38,8 @@ class NeighbourMean(Direction):
 
     def axis_at(self, v: Tensor, graph: PatchGraph) -> AxisAt:
         flat = v.detach().flatten(1)
-        if (
-            len(flat) <= LONG or flat.device.type != "cpu"
-        ):  # of a very long slide in halves it would be as large as all other tensors together
-            flat = wide(flat)
+        if len(flat) <= LONG or flat.device.type != "cpu":
+            flat = wide(flat)  # of a very long slide in halves it would be as large as all other tensors together
         return lambda rows: graph.sum(flat, rows).view(-1, *v.shape[1:])  # the axis never exists as a whole
 
 

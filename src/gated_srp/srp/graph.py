@@ -152,9 +152,9 @@ class PatchGraph:
         return neighbour_mean(rows, self.neighbours, self.offsets)
 
     def sum(self, rows: Tensor, part: slice) -> Tensor:
-        """`neighbour_sum` over the lists of ``part`` alone; of halves only the rows that these need are widened."""
+        """`neighbour_sum` over the lists of ``part`` alone; of halves on a processor only the rows that these need are widened."""
         found, starts = _lists(self.neighbours, self.offsets, part)
-        if wide(rows[:0]).dtype != rows.dtype:
+        if rows.device.type == "cpu" and wide(rows[:0]).dtype != rows.dtype:  # elsewhere `unique` would wait
             needed, found = found.unique(return_inverse=True)
             rows = wide(rows[needed])
         return neighbour_sum(rows, found, starts)

@@ -88,7 +88,8 @@ def embedded(features: Tensor, layer: nn.Linear, cls: Tensor, missing: int, scra
     x = features.new_empty(shape, dtype=dtype) if scratch is None else scratch.rows(features, shape, dtype)
     x[:, :1] = cls
     for bag, rows in zip(features, x[:, 1:], strict=True):
-        for part, out in zip(bag.split(_ROWS), rows[:patches].split(_ROWS), strict=True):
+        step = _ROWS if x.device.type == "cpu" else 8192  # a GPU takes fewer, larger calls
+        for part, out in zip(bag.split(step), rows[:patches].split(step), strict=True):
             out.copy_(embed(part))
     x[:, 1 + patches :] = x[:, 1 : 1 + missing]
     return x
