@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from factories import LAYOUTS, make_slide, write_clam, write_trident
+from factories import LAYOUTS, Slide, make_slide, write_clam, write_trident
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +78,26 @@ def test_patches_are_detections_with_measurements_and_the_top_ones_annotations(t
     assert json.dumps(feature_collection(patches, {"attention": values})) == json.dumps(
         feature_collection(patches, {"attention": values})
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "expected"),
+    [
+        ([0.0] * 40, 0.1, []),  # gates off: nothing changes
+        ([1.0] * 39 + [1.01], 1.0, []),  # next to nothing, as the picture says
+        ([9.0] * 3 + [1.0] * 37, None, [0, 1, 2]),  # fewer than a tenth of 40: the fourth is one of 37
+        ([1.0] * 30 + [9.0] * 10, None, []),  # ten with one value: none of them is better
+    ],
+)
+def test_regions_are_the_highest_patches_alone_and_ties_are_not_cut_by_their_order(tmp_path, values, unit, expected):
+    slide = Slide(
+        np.array([(2 * (i % 8), 2 * (i // 8)) for i in range(40)]), np.zeros((40, 4), np.float32)
+    )  # none touch
+    patches = Patches.of(read_header(write_trident(tmp_path, "s", slide)))
+    top = PatchMap("change", "change", np.array(values), unit=unit)
+    content = feature_collection(patches, {}, top=top)["features"]
+    corners = [f["geometry"]["coordinates"][0] for f in content if f["properties"]["objectType"] == "annotation"]
+    assert sorted(map(min, corners)) == sorted(patches.corners[expected].tolist())
 
 
 @given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1), st.sampled_from([2, 3]))

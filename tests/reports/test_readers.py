@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 from reports.viewer_folders import features, run
 from scipy.stats import beta
 
 from gated_srp import readers, score_readers
 from gated_srp.errors import UserError
+from gated_srp.reports import readers as module
+from gated_srp.reports.maps import PatchMap
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,21 @@ def test_the_page_names_neither_runs_nor_slides_and_the_sides_are_mixed(sheet):
     assert sorted(pair["slide"] for pair in key["pairs"]) == [f"tumour_{i}" for i in range(6)]
     assert {pair["left"] for pair in key["pairs"]} == {0, 1}
     assert [pair["slide"] for pair in key["pairs"]] != sorted(pair["slide"] for pair in key["pairs"])
+
+
+def test_a_pair_has_one_scale_or_is_refused(tmp_path, monkeypatch):
+    runs = [run(tmp_path, arm) for arm in ("na", "diff")]
+    shown = []
+    pixel = Image.new("RGB", (1, 1))
+    monkeypatch.setattr(module, "draw_maps", lambda maps, to, **_: shown.append(maps[0][2]) or pixel.save(to))
+    readers(runs, features(tmp_path), out=tmp_path / "out")
+    assert [one.signed for one in shown] == [False, False]  # of differential attention its positive part
+    scales = iter([2.0, 1.0])
+    flat = lambda *args, **how: [PatchMap("beta", "beta", np.ones(3), regimes=True, limit=next(scales))]  # noqa: E731
+    monkeypatch.setattr(module, "maps_of", flat)
+    with pytest.raises(UserError, match="which tells them apart"):
+        readers(runs, tmp_path / "s1.h5", value="beta", out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 def test_preferences_have_exact_intervals_and_the_majority_counts_per_slide(sheet, tmp_path):

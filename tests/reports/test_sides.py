@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from reports.viewer_folders import CELLS, SIDE, image
 from gated_srp.reports.maps import maps_of, view_slide
 from gated_srp.reports.page import build_page
 from gated_srp.reports.page.contents import read_contents
-from gated_srp.reports.page.sides import FIRST, side_by_side
+from gated_srp.reports.page.sides import FIRST, _pairs, side_by_side
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,17 @@ def test_few_maps_none_and_maps_on_tissue_can_be_asked_for(home, tmp_path):
     assert bare.panels[-1].uri.startswith("data:image/png") and tissue.panels[-1].uri.startswith("data:image/jpeg")
     wide, high = picture(tissue.panels[0]).size
     assert wide / high == pytest.approx(700 / 500, abs=0.02)
+
+
+def test_a_run_with_settings_of_its_own_is_not_shown_under_the_plain_arms_name(home, tmp_path):
+    shutil.copytree(home, tmp_path / "all")
+    shutil.copytree(home / "runs" / "toy" / "gated_srp", tmp_path / "all/runs/variants/train.gate_lr=10/toy/gated_srp")
+    contents = read_contents(tmp_path / "all")
+    assert len(contents.runs) == 12
+    (pairs,) = _pairs(contents)
+    assert [str(run.path.relative_to(tmp_path / "all")) for run in pairs[0].runs] == [
+        f"runs/toy/{arm}/seed42" for arm in ("na", "gated_srp")
+    ]
 
 
 def test_a_report_without_its_feature_files_says_so_and_draws_the_rest(home):

@@ -10,11 +10,12 @@ import time
 from dataclasses import replace
 from io import BytesIO
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from reports.viewer_folders import CELLS, SIDE, SIZE, features, image, run
+from reports.viewer_folders import CARD, CELLS, SIDE, SIZE, features, image, run
 
 from gated_srp import view
 from gated_srp.errors import UserError
@@ -27,6 +28,7 @@ from gated_srp.reports.viewer.server import make_server
 from gated_srp.reports.viewer.tiles import TileReader, grid, levels
 from gated_srp.reports.viewer.what_if import inside
 from gated_srp.slides.reader import SlideImage
+from gated_srp.srp.trace import set_gates
 from gated_srp.training.trained import TrainedRun, average, open_slide
 
 
@@ -157,6 +159,16 @@ def test_top_patches_are_the_highest_and_ties_are_not_filled_up(viewer):
     assert replace(layer, values=few).top == [5, 9]
 
 
+def test_the_scale_bar_is_that_of_the_pixel_size_that_the_features_know(home, tmp_path):
+    file = features(tmp_path)  # the image says 0.5
+    with h5py.File(file, "r+") as inside_:
+        inside_.attrs["mpp"] = 0.25
+    known = view(file, home / "na" / "seed42", wsi=home / "s1.tif").scene(0).content(finest=9, coarsest=8)
+    assert (known["mpp"], known["magnification"]) == (0.25, 20) and "0.25 µm per pixel" in known["about"]
+    image = view(home / "s1.h5", home / "na" / "seed42", wsi=home / "s1.tif").scene(0).content(finest=9, coarsest=8)
+    assert image["mpp"] == pytest.approx(0.5, abs=1e-3)
+
+
 def test_without_an_image_there_is_the_lattice(home, tmp_path):
     viewer = view(features(tmp_path, "s2"), home / "na" / "seed42")
     scene = viewer.scene(0)
@@ -188,6 +200,20 @@ def test_a_region_takes_the_patches_whose_centres_lie_in_it(viewer):
     crossed = [(0, 0), (10, 10), (10, 0), (0, 10)]
     points = np.array([[1.0, 5.0], [9.0, 5.0], [5.0, 1.0]])
     assert inside(crossed, points).tolist() == [True, True, False]
+
+
+def test_a_region_of_a_bag_in_another_order_than_the_file_changes_the_patches_that_were_drawn(tmp_path):
+    place, file = run(tmp_path, "gated_srp", card=CARD | {"cap": 20, "order": "file"}), features(tmp_path)
+    region = [(0, 0), (4 * SIDE, 0), (4 * SIDE, 10 * SIDE), (0, 10 * SIDE)]
+    found = view(file, place).what_if(0, 0, beta=2.0, region=region)
+    trained = TrainedRun.open(place)
+    bag, seen, model = open_slide(trained, file), view_slide(place, file).patches, trained.load()
+    assert len(seen.rows) == 20 and (np.diff(seen.rows) < 0).any()  # of 46, by columns
+    drawn = torch.from_numpy(seen.corners[:, 0] < 4 * SIDE)
+    with torch.no_grad(), set_gates(model, 2.0, patches=drawn):
+        row = average([trained], [model(bag.features[None], bag.graph)]).iloc[0]
+    assert found.after["probability of tumour"] == f"{100 * row['prob_tumour']:.1f} %"
+    assert found.patches == int(drawn.sum())
 
 
 def test_a_run_without_gates_cannot_be_asked(viewer):

@@ -38,6 +38,32 @@ def write_slide(
     return path
 
 
+PIXELS = np.random.default_rng(0).integers(0, 255, (150, 260, 3), dtype=np.uint8)
+
+
+def write_ome_zarr(path, pixels=PIXELS, *, axes="tczyx", version="0.4", mpp=0.5, unit="micrometer", levels=2, **array):
+    """A pyramid of every second pixel, with the package zarr."""
+    import zarr
+
+    group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
+    datasets = []
+    for level in range(levels):
+        own = pixels[:: 2**level, :: 2**level]
+        place = ["yxc".index(axis) for axis in axes if axis in "yxc"]
+        stored = own.transpose(place).reshape([own.shape["yxc".index(a)] if a in "yxc" else 1 for a in axes])
+        chunks = tuple(64 if axis in "yx" else 1 for axis in axes)
+        group.create_array(str(level), data=stored, chunks=chunks, config={"write_empty_chunks": True}, **array)
+        scale = [mpp * 2.0**level if axis in "yx" else 1.0 for axis in axes]
+        datasets.append({"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": scale}]})
+    kinds = {"t": {"type": "time"}, "c": {"type": "channel"}}
+    named = [{"name": axis, **kinds.get(axis, {"type": "space", "unit": unit})} for axis in axes]
+    image = {"axes": named, "datasets": datasets} | ({"version": "0.4"} if version == "0.4" else {})
+    group.attrs.update(
+        {"multiscales": [image]} if version == "0.4" else {"ome": {"version": version, "multiscales": [image]}}
+    )
+    return path
+
+
 class MeanColour(torch.nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return torch.cat([images.mean((2, 3)), images.amax((2, 3))], 1)

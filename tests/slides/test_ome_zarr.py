@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from images import picture, write_slide
+from images import PIXELS, picture, write_ome_zarr, write_slide
 
 import gated_srp
 from gated_srp.data.files.formats import read_bag
@@ -13,28 +13,6 @@ from gated_srp.errors import UserError
 from gated_srp.slides.reader import SlideImage, find_slides, slide_name
 
 zarr = pytest.importorskip("zarr")
-PIXELS = np.random.default_rng(0).integers(0, 255, (150, 260, 3), dtype=np.uint8)
-
-
-def write_ome_zarr(path, pixels=PIXELS, *, axes="tczyx", version="0.4", mpp=0.5, unit="micrometer", levels=2, **array):
-    """A pyramid of every second pixel."""
-    group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
-    datasets = []
-    for level in range(levels):
-        own = pixels[:: 2**level, :: 2**level]
-        place = ["yxc".index(axis) for axis in axes if axis in "yxc"]
-        stored = own.transpose(place).reshape([own.shape["yxc".index(a)] if a in "yxc" else 1 for a in axes])
-        chunks = tuple(64 if axis in "yx" else 1 for axis in axes)
-        group.create_array(str(level), data=stored, chunks=chunks, config={"write_empty_chunks": True}, **array)
-        scale = [mpp * 2.0**level if axis in "yx" else 1.0 for axis in axes]
-        datasets.append({"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": scale}]})
-    kinds = {"t": {"type": "time"}, "c": {"type": "channel"}}
-    named = [{"name": axis, **kinds.get(axis, {"type": "space", "unit": unit})} for axis in axes]
-    image = {"axes": named, "datasets": datasets} | ({"version": "0.4"} if version == "0.4" else {})
-    group.attrs.update(
-        {"multiscales": [image]} if version == "0.4" else {"ome": {"version": version, "multiscales": [image]}}
-    )
-    return path
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])

@@ -345,7 +345,7 @@ def readers(
     ],
     slides: Annotated[Path | None, Option(help="Feature files of the slides to show, a folder or one file.")] = None,
     value: Annotated[str, Option("--value", "-v", help="What the maps show.")] = "attention",
-    wsi: Annotated[Path | None, Option(help="Folder with the slide images.")] = None,
+    wsi: Annotated[Path | None, Option(help="The slide image, or the folder with the images.")] = None,
     seed: Annotated[int, Option(min=0, help="Of the order of slides and sides.")] = 0,
     score: Annotated[bool, Option("--score", help="Score files of answers.")] = False,
     key: Annotated[Path, Option(help="With --score: the key beside the page.")] = Path("readers/key.json"),

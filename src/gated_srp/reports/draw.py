@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from gated_srp.data.matching import slide_stem
-from gated_srp.errors import UserError, counted
+from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import as_stored
 from gated_srp.reports.maps import SHUT, Patches, PatchMap
+from gated_srp.slides.ome_zarr import is_ome_zarr
 from gated_srp.slides.reader import ENDINGS, SlideImage, SlideInfo, slide_name
 from gated_srp.srp.coefficient import regimes
 
@@ -76,27 +77,48 @@ class Canvas:
         return out
 
 
+def place_of_images(wsi: str | Path | None, slides: int) -> Path | None:
+    """What was named as ``wsi``, for `find_image`: it must be there, and a folder where there are several slides."""
+    place = None if wsi is None else as_stored(wsi)
+    if place is not None and not place.exists():
+        raise UserError("no such file or folder", where=f"--wsi {wsi}", cure="Name the slide image, or their folder.")
+    if place is not None and slides > 1 and (not place.is_dir() or is_ome_zarr(place)):
+        cure = "Name the folder of the images, or one feature file."
+        raise UserError(f"one image for the {slides} slides", where=f"--wsi {wsi}", cure=cure)
+    return place
+
+
+def no_image(wsi: str | Path, *slides: str) -> Note:
+    """Of slides without an image in the folder that was named."""
+    return Note("note", "no_image", f"no slide image below {wsi}, drawn without", slides[:5])
+
+
 def find_image(patches: Patches, given: Path | None) -> Path | None:
     """The slide image that was named, or the slide's own in the folder that was named.
 
     A feature file may name any path: that is believed only where it lies in that folder.
     """
     given = given and as_stored(given)
-    if given is None or not given.is_dir() or given.suffix.lower() in ENDINGS:
+    if given is None or not given.is_dir() or given.suffix.lower() in ENDINGS or is_ome_zarr(given):
         return given
     home, noted = given.resolve(), patches.header.wsi_path
     stem = slide_stem(patches.header.path)
-    if noted is not None and (place := (home / noted).resolve()).is_relative_to(home) and place.is_file():
+    if noted is not None and (place := (home / noted).resolve()).is_relative_to(home) and _is_image(place):
         return place
     # Files of a DICOM series are numbered, so a name like 3.dcm says nothing: their folder's does.
-    names = {stem, *([slide_stem(noted)] if noted is not None and Path(noted).suffix.lower() != ".dcm" else [])}
-    found = [path for path in sorted(home.rglob("*")) if path.suffix.lower() in ENDINGS and image_name(path) in names]
-    return found[0] if found else None
+    names = {stem, *([image_name(Path(noted))] if noted is not None and Path(noted).suffix.lower() != ".dcm" else [])}
+    endings = (*ENDINGS, ".zarr")
+    paths = (path for path in sorted(home.rglob("*")) if path.suffix.lower() in endings)
+    return next((path for path in paths if image_name(path) in names and _is_image(path)), None)
+
+
+def _is_image(path: Path) -> bool:
+    return path.is_file() or is_ome_zarr(path)
 
 
 def image_name(path: Path) -> str:
     """The name under which the features of an image are stored, without what follows a slide's name."""
-    return slide_name(path) if path.suffix.lower() == ".dcm" else slide_stem(path)
+    return slide_name(path) if path.suffix.lower() in (".dcm", ".zarr") else slide_stem(path)
 
 
 def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:

@@ -13,6 +13,7 @@ import numpy as np
 
 from gated_srp.errors import UserError
 from gated_srp.files import whole, whole_hdf5
+from gated_srp.reports.draw import is_quiet
 from gated_srp.reports.maps import Patches, PatchMap
 
 _HOT = [200, 30, 30]
@@ -41,9 +42,13 @@ def feature_collection(
 
 
 def _regions(patches: Patches, top: PatchMap, share: float) -> list[dict[str, Any]]:
+    """None of a map in which next to nothing happens; of patches with one value all are in or none, since none is better."""
     known = np.flatnonzero(np.isfinite(top.values))
+    order = known[np.argsort(-top.values[known], kind="stable")]
     count = max(1, round(share * len(known)))
-    chosen = known[np.argsort(-top.values[known], kind="stable")[:count]]
+    chosen = order[:count][top.values[order[:count]] > (top.values[order[count]] if count < len(order) else -np.inf)]
+    if not len(chosen) or is_quiet(top):
+        return []
     name = f"top {share:.0%} {top.name}".replace("%", " %")
     shared = {"classification": {"name": name, "color": _HOT}, "isLocked": False}
     return [

@@ -19,7 +19,7 @@ from gated_srp.files import as_stored, write_image
 from gated_srp.models import arm_title, load_card, model_file
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.reports import maps
-from gated_srp.reports.draw import find_image, overview
+from gated_srp.reports.draw import find_image, no_image, overview, place_of_images
 from gated_srp.reports.export import WRITERS
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, read_scores, view_slide
 from gated_srp.reports.pictures import GridRow, Overlay, contact_sheet, draw_grid, draw_maps, extremes, numbered
@@ -120,7 +120,6 @@ def heatmap(
         [PosixPath('heatmap/s1_beta.png')]
     """
     paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
-    image = None if wsi is None else Path(wsi)
     shown: dict[str, Any] = {
         "value": str(value),
         "layer": layer,
@@ -138,14 +137,9 @@ def heatmap(
         "features_low": low,
     }
     reading = Preparation(**places, stride=stride)
-    shown |= {"image": image, "export": export, "reading": reading}
+    shown |= {"image": place_of_images(wsi, len(files)), "export": export, "reading": reading}
     if unknown := [name for name in export if name not in WRITERS]:
         raise UserError(f"expected some of {', '.join(WRITERS)}.", where=f"--export {unknown[0]}")
-    if len(files) > 1 and image is not None:
-        where = f"--wsi {image}"
-        raise UserError(
-            f"one image for the {len(files)} slides of {features}", where=where, cure="Name one feature file."
-        )
     others = [known_beside(TrainedRun.open(run), Path(features), files, table) for run in paths]
     known = {} if annotations is None else find_annotations(annotations, [slide_stem(file) for file in files])
     drawn: list[SlideHeatmap] = []
@@ -167,6 +161,8 @@ def heatmap(
             progress(Event("slides", number, len(files)))
     if annotations is not None and (bare := [file.name for file in files if slide_stem(file) not in known]):
         warnings[Note("note", "annotations", "no file of annotations, drawn without", tuple(bare[:5]))] = None
+    if wsi is not None and (bare := [one.slide for one in drawn if one.sheet is None]):
+        warnings[no_image(wsi, *bare)] = None
     together = None
     if grid and drawn:
         together = Path(out) / f"grid_{Path(value).stem}.png"

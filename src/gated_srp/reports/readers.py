@@ -26,7 +26,7 @@ from gated_srp.data.matching import slide_stem
 from gated_srp.errors import UserError, counted
 from gated_srp.files import write_json, write_whole
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.reports.draw import find_image, overview
+from gated_srp.reports.draw import find_image, overview, place_of_images, scaled_map
 from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.maps import VALUES, maps_of, view_slide
 from gated_srp.reports.pictures import draw_maps
@@ -113,7 +113,7 @@ def readers(
         runs: the two runs, folders or model files.
         features: a folder of feature files, or one.
         value: what the maps show: attention, homogeneity, beta, correction or change.
-        wsi: folder of slide images, where the feature files do not name them.
+        wsi: the slide image, or the folder with the images: maps are drawn on tissue. A slide without an image there is refused.
         seed: of the order of slides and sides.
         force: as in `predict`.
         out: folder for ``readers.html`` and ``key.json``.
@@ -132,11 +132,12 @@ def readers(
     if value not in VALUES:
         raise UserError(f"expected one of {', '.join(VALUES)}.", where=f"--value {value}")
     files = feature_files(Path(features), paths)
+    images = place_of_images(wsi, len(files))
     draw = np.random.default_rng(seed)
     order, left = draw.permutation(len(files)), draw.integers(0, 2, len(files))
     pictures, pairs = [], []
     for number, (place, first) in enumerate(zip(order.tolist(), left.tolist(), strict=True), 1):
-        both = _pictures(paths, files[place], value=value, wsi=wsi, force=force)
+        both = _pictures(paths, files[place], value=value, wsi=images, force=force)
         pictures.append((both[first], both[1 - first]))
         pairs.append(_Pair(slide=slide_stem(files[place]), left=first))
         progress(Event("slides", number, len(files)))
@@ -147,16 +148,22 @@ def readers(
     return ReaderSheet(page, kept, len(pairs))
 
 
-def _pictures(runs: Sequence[Path], file: Path, *, value: str, wsi: str | Path | None, force: bool) -> list[str]:
+def _pictures(runs: Sequence[Path], file: Path, *, value: str, wsi: Path | None, force: bool) -> list[str]:
     """One JPEG per run as base64, without a name on it."""
-    from gated_srp.reports.viewer import image_in
-
-    found = []
+    views, found = [view_slide(run, file, force=force) for run in runs], []
+    which = -1 if value == "attention" else 0  # of a signed one the positive part
+    shown = [maps_of(view, value)[which] for view in views]
+    first, second = (scaled_map(one) for one in shown)
+    if (first.label, first.ticks, first.colours) != (second.label, second.ticks, second.colours):
+        what = f"the maps of {value} have one scale in the first run and another in the second, which tells them apart"
+        raise UserError(what, where=file, cure="Choose another --value.")
+    image = find_image(views[0].patches, wsi)
+    if wsi is not None and image is None:
+        cure = "Name the folder that has it, or leave this feature file out."
+        raise UserError(f"no slide image of it below {wsi}", where=file, cure=cure)
     with TemporaryDirectory() as folder:
-        for run in runs:
-            view = view_slide(run, file, force=force)
-            one = maps_of(view, value)[0]
-            image, patches, slide = find_image(view.patches, image_in(file, wsi)), view.patches, None
+        for view, one in zip(views, shown, strict=True):
+            patches, slide = view.patches, None
             if image is not None:
                 patches, picture, canvas = overview(view.patches, image)
                 slide = picture, canvas

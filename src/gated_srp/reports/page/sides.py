@@ -190,6 +190,7 @@ def _pairs(contents: Contents) -> Iterator[list[_Pair]]:
             own = [run for run in contents.runs if run.cohort == cohort and run.model.is_file()]
             arms = [str(row["arm"]) for row in study.comparison["cohorts"] if row.get("cohort") == cohort]
             gated = next((arm for arm in arms if is_gated(arm)), None)
+            own = [run for run in own if run.name == arm_title(run.arm)]  # not one with settings of its own
             units = {arm: {run.unit: run for run in own if run.arm == arm} for arm in (reference, gated)}
             found = []
             for unit in sorted(set(units[reference]) & set(units[gated])) if gated != reference else ():

@@ -23,12 +23,13 @@ from gated_srp.data.regions import folder_of
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
 from gated_srp.progress import Event, Progress, silent
+from gated_srp.reports.draw import place_of_images
 from gated_srp.reports.explain import features_of_slide
 from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.viewer.scene import Asked, Scene, open_scene
 from gated_srp.reports.viewer.tiles import SIDE, TileReader, grid, levels
 from gated_srp.slides.ome_zarr import is_ome_zarr
-from gated_srp.slides.reader import ENDINGS, SlideImage, slide_name
+from gated_srp.slides.reader import ENDINGS, SlideImage
 from gated_srp.training.known import files_for, known_of
 from gated_srp.training.trained import TrainedRun
 
@@ -44,7 +45,7 @@ _COARSEST = int(math.log2(SIDE))  # the level that one tile holds
 
 @dataclass(frozen=True)
 class ViewedSlide:
-    """A feature file and, where there is one, the image it was made from."""
+    """A feature file and, where there is one, the image it was made from, or the folder that has it."""
 
     file: Path
     image: Path | None = None
@@ -118,9 +119,8 @@ class Viewer:
         from gated_srp.reports.viewer.what_if import ask
 
         scene = self.scene(number)
-        rows = scene.rows(run)
         with self._lock:
-            return ask(self._ask(number)[run], scene.patches.corners[rows] + scene.patches.side / 2, **gates)
+            return ask(self._ask(number)[run], scene.patches.corners[scene.rows[run]] + scene.patches.side / 2, **gates)
 
     def index(self, *, served: bool) -> str:
         """The list of slides as a script."""
@@ -220,7 +220,7 @@ def view(
     Args:
         slides: feature files, folders of them, or slide images (their features are extracted first).
         runs: run folders or model files; the first one is what the others are compared with.
-        wsi: the slide image, or the folder with the images, where the feature files do not name them.
+        wsi: the slide image, or the folder with the images (and folders below it); without it there are the patches alone.
         export: write a folder that opens from the disk, and return it.
         features: folder for features of slide images.
         annotations: as in `heatmap`: outlines are shown, a layer per class, and runs that were trained on ``regions`` find them there.
@@ -250,7 +250,9 @@ def view(
                 _LOG.warning("%s", note)
             found.append(ViewedSlide(file, place))
         else:
-            found += [ViewedSlide(file, image_in(file, wsi)) for file in feature_files(place, paths)]
+            found += [ViewedSlide(file) for file in feature_files(place, paths)]
+    images = place_of_images(wsi, sum(one.image is None for one in found))
+    found = [replace(one, image=one.image or images) for one in found]
     if annotations is not None:
         drawn = find_annotations(annotations, [slide_stem(one.file) for one in found])
         found = [replace(one, annotations=drawn.get(slide_stem(one.file))) for one in found]
@@ -270,15 +272,3 @@ def _known(run: TrainedRun, files: Sequence[Path], table: str | Path | None) -> 
     folders = dict.fromkeys(file.parent for file in files) if run.patients else ()
     pool = [other for folder in folders for other in files_for(run, folder)]
     return known_of(run, list(dict.fromkeys([*files, *pool])), table)
-
-
-def image_in(file: Path, wsi: str | Path | None) -> Path | None:
-    """The image named, or the one of the slide's name in the folder named."""
-    if wsi is None or Path(wsi).is_file():
-        return None if wsi is None else Path(wsi)
-    found = [
-        path
-        for path in sorted(Path(wsi).glob("*"))
-        if path.suffix.lower() in ENDINGS and slide_name(path) == slide_stem(file)
-    ]
-    return found[0] if found else None

@@ -22,7 +22,7 @@ from gated_srp.data.prepared import Preparation
 from gated_srp.errors import Note, UserError
 from gated_srp.models import SlideModel
 from gated_srp.reports import maps
-from gated_srp.reports.draw import Scaled, describe, find_image, in_image_pixels, past_the_bar, scaled_map
+from gated_srp.reports.draw import Scaled, describe, find_image, in_image_pixels, no_image, past_the_bar, scaled_map
 from gated_srp.reports.explain import MEANING, in_words
 from gated_srp.reports.maps import Patches, PatchMap, SlideView, run_of_slides, view_bag
 from gated_srp.reports.pictures import describe_slide
@@ -68,6 +68,7 @@ class Scene:
     runs: tuple[str, ...]
     answers: tuple[dict[str, str], ...]  # of each run
     layers: tuple[Layer, ...]
+    rows: tuple[np.ndarray, ...]  # of each run (L,): the patches that it saw, in the order of its bag
     notes: tuple[Note, ...]
     drawn: Annotations = NOTHING
 
@@ -80,21 +81,19 @@ class Scene:
         width, height = np.maximum(reach, self.patches.header.level0_size or (0, 0))
         return int(np.ceil(width)), int(np.ceil(height))
 
-    def rows(self, run: int) -> np.ndarray:
-        """(L,) the patches that a run saw."""
-        return next(np.flatnonzero(np.isfinite(layer.values)) for layer in self.layers if layer.run == run)
-
     def content(self, *, finest: int, coarsest: int) -> dict[str, Any]:
         """As the page reads it; arrays as base64. ``finest`` and ``coarsest``: levels of tiles that are there."""
         colours = {layer.scaled.colours for layer in self.layers}
+        header = self.patches.header  # has what the image says where the file says nothing: a known pixel size stays
+        microns = header.unit == "um"
         return {
             "name": self.name,
             "size": self.size,
             "levels": [coarsest, finest],
-            "mpp": self.info.mpp if self.info else None,
-            "magnification": self.info.magnification if self.info else None,
+            "mpp": 1.0 if microns else header.mpp,
+            "magnification": None if microns else header.magnification,
             "image": self.image is not None,
-            "about": describe_slide(self.patches.header, self.patches.side),
+            "about": describe_slide(header, self.patches.side),
             "side": self.patches.side,
             "corners": _packed(self.patches.corners.astype("<f4")),
             "runs": [{"name": name, "answers": found} for name, found in zip(self.runs, self.answers, strict=True)],
@@ -166,7 +165,7 @@ def open_scene(
     views = [one.view(file) for one in asked]
     header = views[0].patches.header
     patches = Patches.of(header)
-    image, info = find_image(patches, image), None
+    given, image, info = image, find_image(patches, image), None
     if image is not None:
         with SlideImage(image) as slide:
             info = slide.info
@@ -176,6 +175,8 @@ def open_scene(
     layers += _differences(layers, names)
     drawn = NOTHING if annotations is None else annotations_of(annotations, header)
     notes = tuple(dict.fromkeys([*(note for view in views for note in view.warnings), *drawn.notes]))
+    if given is not None and image is None:
+        notes += (no_image(given, file.name),)
     return Scene(
         slide_stem(file),
         file,
@@ -185,6 +186,7 @@ def open_scene(
         names,
         tuple(one.answers() for one in asked),
         tuple(layers),
+        tuple(view.patches.rows for view in views),
         notes,
         drawn,
     )

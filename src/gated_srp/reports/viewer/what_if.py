@@ -39,7 +39,7 @@ def ask(
 ) -> WhatIf:
     """The answer with ``beta`` in place of what the gates of a ``layer`` (from 1) learned, inside a polygon of the slide.
 
-    ``centres`` (L, 2): of the patches that the model sees, in the pixels of the polygon.
+    ``centres`` (L, 2): of the patches that the model sees, in the order of its bag and the pixels of the polygon.
     """
     if not any(isinstance(module, GatedSRP) for module in asked.model.modules()):
         raise UserError("this run has no gates", where=asked.run.path)
