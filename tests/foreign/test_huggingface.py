@@ -169,6 +169,25 @@ def test_an_attached_dinov2_with_registers_equals_our_own_blocks():
     check_equals_our_own_blocks(one, model, list(model.dinov2_with_registers.encoder.layer), parts)
 
 
+def test_a_forward_that_was_interrupted_leaves_the_gates_in_place(monkeypatch):
+    torch.manual_seed(0)
+    model = CASES["vit"].make().eval()
+    handle = attach(model)
+    for parameter in handle.parameters():
+        torch.nn.init.normal_(parameter)
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with torch.no_grad():
+        before = model(IMAGES).logits
+        with monkeypatch.context() as once:
+            once.setattr(torch.nn.functional, "scaled_dot_product_attention", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                model(IMAGES)
+        assert model(IMAGES).logits.equal(before)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_the_implementation_that_the_model_had_goes_on_and_comes_back(implementation):
     model = CASES["vit"].model()

@@ -69,10 +69,25 @@ def test_the_lattices_agree_when_no_cell_is_shared(cells):
     assert lists(floor) == lists(exact)
 
 
-@given(bags, st.sampled_from([torch.float32, torch.float64]), st.sampled_from([0.25, 1.0, 256.0]))
-def test_float_and_negative_coordinates_work(cells, dtype, stride):
-    coords = (cells.to(dtype) - 3) * stride
-    assert lists(PatchGraph.from_coords(coords, stride=stride)) == neighbour_lists(coords, stride)
+@given(
+    bags,
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([0.1, 0.25, 1.0, 25.6, 64.6912, 256.0]),
+    st.sampled_from([0, 0.3, 0.7]),
+)
+def test_float_and_negative_coordinates_work(cells, dtype, stride, start):
+    """Products and quotients of microns are rounded: 5 * 25.6 // 25.6 is 4."""
+    coords = (cells.to(dtype) - 3 + start) * stride
+    graph = PatchGraph.from_coords(coords, stride=stride)
+    assert lists(graph) == neighbour_lists(cells - 3, 1)
+    assert graph.places.equal(PatchGraph.from_coords(cells - 3, stride=1).places)
+
+
+def test_whole_pixels_are_never_taken_for_rounding():
+    coords = torch.tensor([[0.0, 0.0], [2047.0, 0.0], [4096.0, 0.0]])
+    assert lists(PatchGraph.from_coords(coords, stride=2048)) == lists(
+        PatchGraph.from_coords(coords.long(), stride=2048)
+    )
 
 
 @pytest.mark.parametrize("far", [2**40, 2**61])

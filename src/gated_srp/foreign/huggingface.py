@@ -96,8 +96,10 @@ def _attention(
     """The attention that the model had, then the correction: (B, L, H, D) and what else it returned."""
     site: Any = module.srp_site
     site.module.config.prefix = ""  # flash attention asks the config for its own name
-    y, weights = _base(base, module)(module, query, key, value, attention_mask, **kwargs)
-    site.module.config.prefix = _PREFIX
+    try:
+        y, weights = _base(base, module)(module, query, key, value, attention_mask, **kwargs)
+    finally:
+        site.module.config.prefix = _PREFIX  # also where memory ran out: the next forward must not pass the gate by
     watch = getattr(module, "srp_watch", None)
     if watch is not None:
         watch(_first_row(query, key, attention_mask, kwargs.get("scaling")))

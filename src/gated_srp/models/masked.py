@@ -17,6 +17,7 @@ from gated_srp.errors import UserError
 from gated_srp.models.fast.inference import Scratch
 from gated_srp.models.slide import Arm, Sizes, SlideTransformer, check_bags
 from gated_srp.srp import PatchGraph
+from gated_srp.srp.lattice import cells_of
 
 _FLAT = 1e-5  # of its mean: a channel that varies less over a slide is constant, but for rounding
 
@@ -47,7 +48,7 @@ class Masking:
         count = len(coords)
         masked = max(1, min(round(self.share * count), count - 1))
         origin = torch.randint(self.block, (2,), generator=generator)
-        cells = torch.div(coords.double(), stride, rounding_mode="floor").long() + origin
+        cells = cells_of(coords, float(stride)) + origin
         windows = torch.div(cells, self.block, rounding_mode="floor").unique(dim=0, return_inverse=True)[1]  # (N,)
         turn = torch.randperm(int(windows.max()) + 1, generator=generator)[windows]
         order = (turn * count + torch.randperm(count, generator=generator)).argsort()

@@ -80,16 +80,26 @@ def _candidates(keys: Tensor, pitch: int, listed: Tensor, radius: int) -> tuple[
     return numbers.repeat_interleave(counts.view(len(keys), -1).sum(1)), found
 
 
-def _floor(coords: Tensor, stride: float) -> Tensor:
-    """The cell of each patch, (N, 2)."""
-    whole = not coords.is_floating_point() and stride.is_integer()
-    size = int(stride) if whole else stride
-    return torch.div(coords if whole else coords.double(), size, rounding_mode="floor").long()
+def cells_of(coords: Tensor, stride: float) -> Tensor:
+    """The cell of each patch, (N, 2): coords // stride, but that a float on the border of two cells is in the upper one.
+
+    >>> cells_of(torch.tensor([[128.0, 127.0]], dtype=torch.float64), 25.6)  # 128 // 25.6 is 4
+    tensor([[5, 4]])
+    """
+    if not coords.is_floating_point():
+        whole = stride.is_integer()
+        return torch.div(
+            coords if whole else coords.double(), int(stride) if whole else stride, rounding_mode="floor"
+        ).long()
+    steps = coords.double() / stride
+    nearest = steps.round()
+    rounding = min(1e-3, 0.5 / stride)  # of coordinates in float32 or with a few digits; a whole pixel never is
+    return torch.where((steps - nearest).abs() < rounding, nearest, steps.floor()).long()
 
 
 def floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
     """Lattice `floor`: neighbours are the first patches of the other cells of the window."""
-    cells = _floor(coords, stride)
+    cells = cells_of(coords, stride)
     keys, pitch = _keys(cells, radius)
     order = keys.argsort(stable=True)
     first = F.pad(keys[order].diff() != 0, (1, 0), value=True)  # stable: the first of a run is the cell's first patch
@@ -116,7 +126,7 @@ def window_places(pairs: tuple[Tensor, Tensor], coords: Tensor, stride: float, w
     """
     rows, found = pairs
     if lattice == "floor":
-        cells = _floor(coords, stride)
+        cells = cells_of(coords, stride)
         steps = cells[found] - cells[rows]  # (E, 2)
     else:
         steps = ((coords[found] - coords[rows]).double() / stride).round().long()

@@ -119,11 +119,11 @@ def attention_by_rows(
     attention: Attention, x: Tensor, norm: nn.Module, graph: PatchGraph, scratch: Scratch | None
 ) -> tuple[YAt, Tensor]:
     """attention(norm(x)) of one bag: y of any rows on demand, and v of all, (1, H, L, D)."""
-    if isinstance(attention, NystromAttention) and in_parts(x):
-        from gated_srp.models.fast.long import nystrom_in_parts  # not above: few slides need it
-
-        return nystrom_in_parts(attention, x, norm, scratch or Scratch())
     if isinstance(attention, NystromAttention) and attention.in_chunks(x, halves=True):
+        if in_parts(x):
+            from gated_srp.models.fast.long import nystrom_in_parts  # not above: few slides need it
+
+            return nystrom_in_parts(attention, x, norm, scratch or Scratch())
         by_rows = _nystrom if product_dtype(x).itemsize >= 4 else _nystrom_in_halves
         return by_rows(attention, x, norm, scratch or Scratch())
     y, v = attention(norm(x), graph)
