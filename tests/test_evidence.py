@@ -138,6 +138,19 @@ def test_stages_that_repeat_the_contrast_are_summed_up_when_they_are_complete(pa
     assert page.secondary(plan, table[:-1]) == "No stage that repeats it otherwise is complete."
 
 
+def test_a_correlation_of_gates_that_differ_by_nothing_is_not_told_as_dependence(page):
+    rows = {"cohort": "toy", "arm": "x", "seed": ["1", "2"], "layer": 0, "correlation": [0.9, 0.1]}
+    small = pd.DataFrame({**rows, "beta_lowest_fifth": [0.001, 0.5], "beta_highest_fifth": [0.002, 0.48]})
+    said = page._follows(small)
+    assert (
+        "hardly depends on homogeneity" in said
+        and "at most 0.020 in any layer" in said
+        and "0.50 in size (median; largest 0.90)" in said
+    )
+    large = small.assign(beta_highest_fifth=[0.002, 0.8])
+    assert "patch depends on homogeneity" in page._follows(large) and "hardly" not in page._follows(large)
+
+
 def test_a_reference_close_to_chance_is_said(page):
     points = pd.DataFrame({"x": [1, 1, 2], "y": [1, 1, 1], "reference": [0.54, 0.54, 0.7]})
     assert " At 1 of 2 points NA itself is below 0.55" in page._weak(points) and page._weak(points[2:]) == ""
