@@ -182,6 +182,29 @@ def test_without_patients_each_slide_is_its_own_with_a_warning(tmp_path: Path) -
     )
 
 
+def test_a_patient_spelt_in_two_ways_is_warned_about(tmp_path: Path) -> None:
+    body = "a,P 07,0\nb,p07,1\nc,P8,0\nd,P8,1\n"
+    table = read_table(write(tmp_path, "slide_id,case_id,label\n" + body))
+    (said,) = [note for note in table.notes if note.kind == "patients"]
+    assert "'case_id' has several ids for 1 patient, but for capitals or spaces (P 07, p07)" in said.what
+    assert said.level == "warning" and table.patients == "unknown"
+    chosen = read_table(tmp_path / "t.csv", Columns(case="none"))
+    assert chosen.patients == "slide" and not [note for note in chosen.notes if note.kind == "patients"]
+
+
+@pytest.mark.parametrize("classes", [None, ["0", "1"]])
+def test_slides_of_a_patient_that_may_be_missing_are_asked_about_and_never_one_patient(
+    tmp_path: Path, classes: list[str] | None
+) -> None:
+    path = write(tmp_path, "slide_id,case_id,label\na,NA,0\nb,NA,1\nc,NA,0\nd,P1,1\ne,-,0\n")
+    with pytest.raises(UserError, match=r"'NA' \(3 slides\): a patient, or words for a patient that is miss") as refused:
+        read_table(path, classes=classes)
+    assert refused.value.kind == "missing_patients" and "`missing: [NA]`" in refused.value.cure
+    left = read_table(path, classes=classes, missing=["NA"])
+    assert list(left.frame["case"]) == ["a", "b", "c", "P1", "-"] and left.patients == "partly"
+    assert list(read_table(path, classes=classes, missing=[]).frame["case"]) == ["NA", "NA", "NA", "P1", "-"]
+
+
 def test_two_patient_columns_that_group_differently_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'case_id' and 'patient' group slides differently"):
         read_table(write(tmp_path, "slide_id,case_id,patient,label\na,1,x,0\nb,2,x,1\n"))

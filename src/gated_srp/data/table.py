@@ -110,14 +110,13 @@ def read_table(
     starts with the patient's id. ``missing``: words that count as an empty cell; None: a label that may be one is asked about.
     """
     frame, notes = read_frame(path, sheet=sheet)
-    unsure = missing is None and classes is None
     if missing:
         words = {word.casefold() for word in missing}
         frame = frame.mask(frame.map(lambda cell: isinstance(cell, str) and cell.casefold() in words), None)
     how: dict[str, Any] = {"slide_table": slide_table, "files": files, "notes": notes, "covariates": covariates}
     table = tidy_table(frame, columns, where=Path(path), task=task, classes=classes, **how)
-    if unsure:
-        _ask_about(table, Path(path))
+    if missing is None:
+        _ask_about(table, Path(path), named=classes is not None)
     return table
 
 
@@ -181,16 +180,21 @@ def doubtful_classes(classes: Iterable[str]) -> list[str]:
     return [name for name in classes if name.casefold() in _NO_LABEL]
 
 
-def _ask_about(table: Table, where: Path) -> None:
-    """A class that is called like a missing value is never trained on unasked."""
-    doubtful = doubtful_classes(table.classes)
-    if not doubtful or "label" not in table.frame:
-        return
-    counts = {name: int((table.frame["label"] == table.classes.index(name)).sum()) for name in doubtful}
-    said = ", ".join(f"{name!r} ({counted(count, 'slide')})" for name, count in counts.items())
-    cure = f"Write `missing: [{', '.join(map(_quoted, doubtful))}]` to leave these rows out, or `missing: []` to keep them as classes."
-    what = f"{said}: {'a class' if len(doubtful) == 1 else 'classes'}, or words for a label that is missing?"
-    raise UserError(what, where=where, cure=cure, kind="missing_labels")
+def _ask_about(table: Table, where: Path, *, named: bool) -> None:
+    """A class, or a patient of several slides, that is called like a missing value is never trained on unasked. ``named``: classes are."""
+    of_cases = table.frame["case"].value_counts()
+    cases = {name: int(of_cases[name]) for name in doubtful_classes(of_cases.index) if of_cases[name] > 1}
+    labels = doubtful_classes(table.classes) if "label" in table.frame and not named else []
+    classes = {name: int((table.frame["label"] == table.classes.index(name)).sum()) for name in labels}
+    for counts, one, several, lacks, do, kind in (
+        (classes, "a class", "classes", "label", "leave these rows out", "missing_labels"),
+        (cases, "a patient", "patients", "patient", "count their slides as patients of their own", "missing_patients"),
+    ):
+        if counts:
+            said = ", ".join(f"{name!r} ({counted(count, 'slide')})" for name, count in counts.items())
+            cure = f"Write `missing: [{', '.join(map(_quoted, counts))}]` to {do}, or `missing: []` to keep them as {several}."
+            what = f"{said}: {one if len(counts) == 1 else several}, or words for a {lacks} that is missing?"
+            raise UserError(what, where=where, cure=cure, kind=kind)
 
 
 def _quoted(word: str) -> str:
@@ -356,15 +360,17 @@ def _fill_cases(rows: pd.DataFrame, columns: Columns, frame: pd.DataFrame, log: 
         example = likely[0] if likely else "COLUMN"
         cure = f"Name the patients with `case: {example}`, or write `case: none` if no patient has two slides."
         log.warn(what, cure, kind="patients")
-    torn = rows["case"].groupby(barcodes).nunique()
-    if not chosen and (torn > 1).any():
-        patients = "unknown"
-        what = f"{columns.case!r} has several ids for {counted(int((torn > 1).sum()), 'patient')}, by the TCGA barcodes ({torn.idxmax()})"
-        log.warn(
-            f"{what}, whose slides may be in two parts",
-            "Shorten the ids to their first 12 characters.",
-            kind="patients",
-        )
+    spelt = rows["case"].map(lambda case: re.sub(r"\s", "", case).casefold())
+    for alike, how, cure in (
+        (barcodes, "by the TCGA barcodes", "Shorten the ids to their first 12 characters."),
+        (spelt, "but for capitals or spaces", "Spell each patient's id in one way."),
+    ):
+        torn = rows["case"].groupby(alike).nunique()
+        if not chosen and (torn > 1).any():
+            patients = "unknown"
+            some = torn.idxmax() if alike is barcodes else ", ".join(rows.loc[alike == torn.idxmax(), "case"].unique())
+            what = f"{columns.case!r} has several ids for {counted(int((torn > 1).sum()), 'patient')}, {how} ({some})"
+            log.warn(f"{what}, whose slides may be in two parts", cure, kind="patients")
     if "site" not in rows and all(map(tcga_patient, rows["case"])):
         rows["site"] = rows["case"].str[5:7].str.upper()
         log.note(f"site: the two characters after 'TCGA-' ({counted(rows['site'].nunique(), 'site')})")
