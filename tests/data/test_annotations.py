@@ -127,7 +127,10 @@ def test_camelyons_groups_are_tumour_and_what_is_cut_out_of_it(tmp_path):
         ("Exclusion", "Spline", HOLE),
         ("None", "Polygon", [[0, 0], [9, 0], [9, 9], [0, 0]]),
     ]
-    assert areas(read_annotations(write(tmp_path / "t.xml", asap(*rows)))) == {"Tumor": 18500.0, "unclassified": 40.5}
+    curved = read_annotations(write(tmp_path / "t.xml", asap(*rows)))
+    assert areas(curved) == {"Tumor": 18500.0, "unclassified": 40.5}
+    assert curved.notes[0].what == "1 spline: the points are joined by straight lines"
+    assert not any("left out" in note.what for note in curved.notes)
     rows = [("metastases", "Polygon", SQUARE), ("normal", "Polygon", HOLE)]
     assert areas(read_annotations(write(tmp_path / "u.xml", asap(*rows)))) == {"metastases": 18500.0, "normal": 1500.0}
 
@@ -180,6 +183,27 @@ def test_a_binary_mask_gets_its_scale_from_microns_where_the_slides_size_is_unkn
     assert areas(drawn) == pytest.approx({"mask": 256.0}) and drawn.shape().bounds == pytest.approx((16, 0, 32, 16))
 
 
+@pytest.mark.parametrize(
+    ("values", "classes", "names"),
+    [
+        ([1, 2], ("1", "2"), ("1", "2")),
+        ([2], ("2",), ("2", "mask")),
+        ([1], ("mask",), ("mask", "1")),
+        ([255], ("mask",), ("mask", "255")),
+        ([(255, 0, 0), (255, 0, 1), (7, 7, 7)], ("#ff0000", "#ff0001", "7"), ("#ff0000", "#ff0001", "7")),
+        ([(255, 0, 0)], ("#ff0000",), ("#ff0000", "mask")),
+        ([(1, 1, 1)], ("mask",), ("mask", "1")),
+    ],
+)
+def test_a_label_has_the_same_class_whatever_else_is_on_the_slide(tmp_path, values, classes, names):
+    cells = np.array([np.zeros_like(values[0]), *values], np.uint8)[None]  # (1, w) or (1, w, 3)
+    Image.fromarray(cells).save(tmp_path / "s.png")
+    drawn = read_annotations(tmp_path / "s.png", size=(cells.shape[1], 1))
+    assert drawn.classes == classes and drawn.names == names
+    assert [drawn.shape([name]).area for name in names] == [1.0] * len(names)
+    assert drawn.shape(["3"]).area == 0.0
+
+
 def test_a_pyramid_of_masks_and_colours(tmp_path):
     tifffile = pytest.importorskip("tifffile", reason="comes with the extra `slides`")
 
@@ -188,7 +212,7 @@ def test_a_pyramid_of_masks_and_colours(tmp_path):
     with tifffile.TiffWriter(tmp_path / "s.tif") as file:
         file.write(labels, photometric="rgb", tile=(16, 16), compression="zlib")
         file.write(labels[::4, ::4], subfiletype=1, photometric="rgb", tile=(16, 16))
-    assert areas(read_annotations(tmp_path / "s.tif", size=(192, 128))) == pytest.approx({"mask": 4 * 8 * 32})
+    assert areas(read_annotations(tmp_path / "s.tif", size=(192, 128))) == pytest.approx({"#ff0000": 4 * 8 * 32})
     noise = np.random.default_rng(0).integers(0, 255, (20, 30)).astype(np.uint8)
     Image.fromarray(noise).save(tmp_path / "n.png")
     with pytest.raises(UserError, match="a mask has at most 64 values"):

@@ -9,6 +9,7 @@ import pytest
 import shapely
 import torch
 from factories import draw, make_slide, write_trident
+from PIL import Image
 
 from gated_srp.data import BagCache, Preparation, prepare, read_header
 from gated_srp.data.regions import Regions, as_trained, folder_of
@@ -58,6 +59,23 @@ def test_kept_are_patches_by_the_share_of_their_area_as_points_count_it(home, sh
         assert kept.rows.tolist() == np.flatnonzero(wanted).tolist()
         assert 0 < len(kept.rows) < len(coords) and f"{len(kept.rows)} of {len(coords)} patches kept" in kept.note.what
     assert kept.classes == ("Tumor", "pen")
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_a_mask_of_one_label_alone_is_of_that_label(home, value):
+    path = feature_file(home)
+    header = read_header(path)
+    (home / "drawn" / "s1.geojson").unlink()
+    width, height = (-(-side // STEP) for side in header.level0_size)
+    mask = np.zeros((height, width), np.uint8)
+    mask[:, :2] = value
+    Image.fromarray(mask).resize((width * 8, height * 8), 0).save(home / "drawn" / "s1_mask.png")
+    regions = Regions(annotations=home / "drawn", exclude=(str(value),))
+    kept = regions.look(header)
+    wanted = header.coords[:, 0] >= 2 * header.level0_size[0] / width
+    assert kept.rows.tolist() == wanted.nonzero().flatten().tolist() and 0 < len(kept.rows) < len(header.coords)
+    assert "is drawn on it" not in kept.note.what
+    regions.refuse_unknown_classes(kept.classes)
 
 
 @pytest.mark.parametrize("more", [{}, {"order": "raster"}, {"cap": 9}, {"cap": 9, "order": "raster", "window": 5}])

@@ -197,7 +197,9 @@ def test_slides_of_a_patient_that_may_be_missing_are_asked_about_and_never_one_p
     tmp_path: Path, classes: list[str] | None
 ) -> None:
     path = write(tmp_path, "slide_id,case_id,label\na,NA,0\nb,NA,1\nc,NA,0\nd,P1,1\ne,-,0\n")
-    with pytest.raises(UserError, match=r"'NA' \(3 slides\): a patient, or words for a patient that is miss") as refused:
+    with pytest.raises(
+        UserError, match=r"'NA' \(3 slides\): a patient, or words for a patient that is miss"
+    ) as refused:
         read_table(path, classes=classes)
     assert refused.value.kind == "missing_patients" and "`missing: [NA]`" in refused.value.cure
     left = read_table(path, classes=classes, missing=["NA"])

@@ -35,12 +35,16 @@ _TUMOUR = ("_0", "_1")  # CAMELYON16's groups of tumour
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """One drawn outline. ``cuts``: it is no region but is taken out of the others; ``layer``: out of those of this layer alone."""
+    """One drawn outline. ``cuts``: it is no region but is taken out of the others; ``layer``: out of those of this layer alone.
+
+    ``also``: another name that it answers to.
+    """
 
     name: str
     shape: "Geometry"
     cuts: bool = False
     layer: str = ""
+    also: str = ""
 
 
 @dataclass
@@ -216,7 +220,7 @@ def _xml(raw: bytes) -> Parsed:
 def _asap(root: Any) -> Parsed:
     """CAMELYON's: a region's class is its group; ``_0`` and ``_1`` are tumour, ``_2`` and ``Exclusion`` are cut out of it."""
     parsed = Parsed()
-    cut = 0
+    cut = splines = 0
     for number, one in enumerate(root.iterfind("./Annotations/Annotation"), 1):
         group, kind = one.get("PartOfGroup", "None").strip(), one.get("Type", "Polygon").lower()
         where = f"annotation {number} ({one.get('Name', '')[:40]})"
@@ -229,14 +233,16 @@ def _asap(root: Any) -> Parsed:
         if kind not in ("polygon", "rectangle", "spline"):
             parsed.ignored["dots and measurements"] += 1
             continue
-        if kind == "spline":
-            parsed.ignored["curves of splines (their points are joined by straight lines)"] += 1
+        splines += kind == "spline"
         name = "tumour" if group in _TUMOUR else "" if group.lower() in ("none", "") else group
         own, cuts = group.lower() == _KEPT, group.lower() in (*_EXCLUDED, _KEPT)
         cut += cuts
         if own:
             parsed.add(name, [corners], where, layer=_KEPT)
         parsed.add(name, [corners], where, cuts=cuts)
+    if splines:
+        said = f"{counted(splines, 'spline')}: the points are joined by straight lines"
+        parsed.notes.append(Note("note", "annotations", said))
     if cut:
         said = f"{counted(cut, 'region')} of the groups _2, Exclusion or normal are cut out of the others"
         parsed.notes.append(Note("note", "annotations", said))

@@ -9,7 +9,7 @@ Shapes: N patches.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,11 @@ _SMALL = 64  # corners of a piece whose overlap with a patch is computed at once
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One drawn region: its class, and its area as a valid shapely polygon or several."""
+    """One drawn region: its class, its area as a valid shapely polygon or several, and another name of the class, if it has one."""
 
     name: str
     shape: "Geometry"
+    also: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +57,22 @@ class Annotations:
         """Names as they are written, sorted."""
         return tuple(sorted({region.name for region in self.regions}))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``classes``, and the other names to which these answer: the value of a binary mask, as label masks have it."""
+        return (*self.classes, *sorted({region.also for region in self.regions} - {"", *self.classes}))
+
     def shape(self, classes: Sequence[str] = ()) -> "Geometry":
         """The union of the regions of some classes, or of all; capitals and the spelling of tumor do not matter."""
         import shapely
 
         wanted = tuple(sorted(map(plain, classes)))
         if wanted not in self._shapes:
-            chosen = [region.shape for region in self.regions if not wanted or plain(region.name) in wanted]
+            chosen = [
+                region.shape
+                for region in self.regions
+                if not wanted or {plain(region.name), plain(region.also)}.intersection(wanted)
+            ]
             self._shapes[wanted] = shapely.union_all(chosen)
         return self._shapes[wanted]
 
@@ -172,7 +182,7 @@ def _mended(one: Drawing) -> Drawing:
     if shape.geom_type not in ("Polygon", "MultiPolygon"):
         parts = shapely.get_parts(shapely.get_parts(shape))
         shape = shapely.union_all([part for part in parts if part.geom_type in ("Polygon", "MultiPolygon")])
-    return Drawing(one.name, shape, one.cuts, one.layer)
+    return replace(one, shape=shape)
 
 
 def _cut(drawings: Sequence[Drawing]) -> list[Region]:
@@ -184,7 +194,7 @@ def _cut(drawings: Sequence[Drawing]) -> list[Region]:
         for layer in {one.layer for one in drawings if one.cuts}
     }
     return [
-        Region(one.name, one.shape.difference(holes[one.layer]) if one.layer in holes else one.shape)
+        Region(one.name, one.shape.difference(holes[one.layer]) if one.layer in holes else one.shape, one.also)
         for one in drawings
         if not one.cuts
     ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _PIXELS, _PAGE = 2**27, 2**25  # of a mask; of the level that is taken of a pyramid
 _PIECES = 500_000  # runs of pixels
 _CLASSES = 64  # values: more are a picture
+_COLOURS = 2**40  # where red, green and blue as one number begin: beyond every label
 _PLAUSIBLE = (0.02, 500.0)  # microns per pixel; beyond, it is a print resolution
 
 
@@ -43,8 +44,12 @@ def parse_mask(path: Path, size: tuple[int, int] | None, mpp: float | None) -> P
     parsed = Parsed()
     for value in values:
         boxes = _runs(labels == value, path) * (across, down, across, down)
-        name = "mask" if len(values) == 1 else f"{value:g}"
-        parsed.drawings.append(Drawing(name, shapely.union_all(shapely.box(*boxes.T))))
+        # A name says nothing of what else is on the slide, but for `mask`, to which a mask of any one value answers.
+        value_name = f"#{value - _COLOURS:06x}" if value >= _COLOURS else str(value)
+        name, also = (
+            (value_name, "mask" if len(values) == 1 else "") if values not in ([1], [255]) else ("mask", value_name)
+        )
+        parsed.drawings.append(Drawing(name, shapely.union_all(shapely.box(*boxes.T)), also=also))
     return parsed
 
 
@@ -91,12 +96,15 @@ def _mpp_of(image: "Image") -> float | None:
 
 
 def _labels(image: "Image") -> np.ndarray:
-    """Whole numbers (h, w), 0 for nothing; colours are numbered by their order."""
+    """Whole numbers (h, w), 0 for nothing; a colour that is no grey is a number from `_COLOURS` on."""
     pixels = np.asarray(image)
     if pixels.ndim == 3:
         pixels = pixels[..., : 3 if pixels.shape[2] > 2 else 1].astype(np.int64)
-        grey = bool((pixels == pixels[..., :1]).all())
-        pixels = pixels[..., 0] if grey else pixels @ np.array([65536, 256, 1])
+        if pixels.shape[2] == 3:
+            grey = (pixels == pixels[..., :1]).all(-1)
+            pixels = np.where(grey, pixels[..., 0], pixels @ np.array([65536, 256, 1]) + _COLOURS)
+        else:
+            pixels = pixels[..., 0]
     if len(found := np.unique(pixels)) > _CLASSES or not np.isfinite(pixels).all():
         what = f"a picture of {len(found)} colours; a mask has at most {_CLASSES} values"
         raise broken(what, "Save labels without compression losses.")

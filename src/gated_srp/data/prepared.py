@@ -210,7 +210,7 @@ def identify(path: Path, settings: Preparation) -> str:
     with suppress(OSError):  # a missing file is reported by the reader
         if path.is_dir():
             files += sorted(path.rglob("*"))
-    stamps = []
+    stamps: list[object] = [] if settings.regions is None else ["masks by value"]  # how their classes are named
     for file in files:
         with suppress(OSError):
             info = file.stat()

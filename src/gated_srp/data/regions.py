@@ -139,10 +139,10 @@ class Regions:
         rows = np.flatnonzero(self.inside(drawn, header.coords.double().numpy(), side))
         if not len(rows):
             raise self.nothing_left(count, drawn.classes, header.path)
-        lacking = [name for name in self.exclude if plain(name) not in map(plain, drawn.classes)]
+        lacking = [name for name in self.exclude if plain(name) not in map(plain, drawn.names)]
         more = f"; nothing of {' or '.join(lacking)} is drawn on it" if lacking else ""
         words = f"{len(rows)} of {counted(count, 'patch')} kept: {self}{more}"
-        return Kept(torch.from_numpy(rows), drawn.classes, Note("note", "regions", words))
+        return Kept(torch.from_numpy(rows), drawn.names, Note("note", "regions", words))
 
     def nothing_left(self, count: int, classes: Sequence[str], where: str | Path) -> UserError:
         """A slide of which the rule leaves no patch."""
