@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_srp.data import published as published_splits
+from gated_srp.data.exported_splits import export_splits
 from gated_srp.data.imported_splits import count_folds, import_split
 from gated_srp.data.splits import (
     Split,
@@ -375,6 +376,38 @@ def test_survpath_files_of_train_and_val_test_on_their_val(tmp_path: Path) -> No
     assert "its val is read as test" in split.notes[0].what
 
 
+def test_numbers_that_pandas_wrote_with_a_point_are_the_tables_ids(tmp_path: Path) -> None:
+    table = classification([f"{1000 + i}" for i in range(30)], [i % 2 for i in range(30)])
+    table.frame["slide"] = [str(10 + i) for i in range(30)]
+    columns = [pd.Series(range(10, 30)), pd.Series(range(30, 35)), pd.Series(range(35, 40))]
+    pd.concat(columns, axis=1, keys=["train", "val", "test"]).to_csv(tmp_path / "splits_0.csv")
+    assert "30.0" in (tmp_path / "splits_0.csv").read_text()  # beside gaps pandas has no whole numbers
+    split = import_split(tmp_path / "splits_0.csv", table)
+    assert split.parts == {str(i): "train" if i < 30 else "val" if i < 35 else "test" for i in range(10, 40)}
+    assert split.notes == ()
+
+
+def test_slides_of_one_name_in_two_folders_keep_their_own_parts(tmp_path: Path) -> None:
+    table = classification([f"p{i}" for i in range(8)], [0, 1] * 4)
+    table.frame["slide"] = [f"site{'AB'[i % 2]}/{i // 2}.svs" for i in range(8)]
+    parts = dict(
+        zip(table.frame["slide"], ["train", "test", "val", "train", "test", "val", "train", "train"], strict=True)
+    )
+    for layout, name in (("clam", "splits_0.csv"), ("patho-bench", "k=all.tsv")):
+        export_splits([Split("slide_id", parts, "")], table, tmp_path, layout)
+        back = import_split(tmp_path / name, table)
+        assert back.parts == parts and back.notes == ()
+    del parts["siteB/3.svs"]
+    write_split(Split("slide_id", parts, ""), tmp_path / "split.csv")
+    some = import_split(tmp_path / "split.csv", table)
+    assert some.parts == parts and [note.what for note in some.notes] == [
+        "1 slide of the table in no part of the split, left out"
+    ]
+    (tmp_path / "s.csv").write_text("slide_id,split\nsiteA/0,train\nsiteC/0,test\nx/siteB/0,val\n1,val\n")
+    with pytest.raises(UserError, match=r"'1' may be any of siteA/1.svs, siteB/1.svs. Write these ids as the table"):
+        import_split(tmp_path / "s.csv", table)
+
+
 def test_strangers_and_absent_slides_are_counted(tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text("slide_id,split\na,train\nc,val\nd,test\nzzz,train\n")
     assert [note.what for note in import_split(tmp_path / "s.csv", TABLE).notes] == [
@@ -391,6 +424,10 @@ def test_strangers_and_absent_slides_are_counted(tmp_path: Path) -> None:
         ("slide_id,split\na,training set\n", "'training set'"),
         ("slide_id,split\nzzz,train\n", "is a slide or a patient of the table"),
         ("slide_id,label\na,1\n", "names no parts"),
+        (
+            "slide_id,split\na,train\nc,val\nx,test\ny,test\n",
+            r"none of its ids in test \(e.g. 'x'\) is a slide of the t",
+        ),
     ],
 )
 def test_an_imported_split_that_cannot_be_trusted_is_refused(tmp_path: Path, text: str, message: str) -> None:

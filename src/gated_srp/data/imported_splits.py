@@ -11,7 +11,8 @@
 import json
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from gated_srp.data.columns import id_columns, listed, plain, usual_columns
-from gated_srp.data.matching import slide_stem
+from gated_srp.data.matching import tail_of
 from gated_srp.data.splits import PARTS, Split, assign_parts, case_groups, check_fold, validation_of
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.data.table import Table
@@ -211,16 +212,42 @@ def _folded(unit: str) -> str:
     return unicodedata.normalize("NFC", unit).casefold()
 
 
+def _meant(units: Iterable[str], ids: Iterable[str], *keys: Callable[[str], str]) -> list[tuple[str, ...]]:
+    """The table's ids that each unit may mean: those equal by the first of ``keys``, from strict to loose, by which any is.
+
+    By the last one only where it tells the file's own units apart. Pandas writes whole numbers beside gaps as ``128.0``.
+    """
+    indexes: list[dict[str, dict[str, None]]] = [{} for _ in keys]
+    for key, index in zip(keys, indexes, strict=True):
+        for one in ids:
+            index.setdefault(key(one), {})[one] = None
+    loose = Counter({keys[1](unit): keys[-1](unit) for unit in units}.values())
+
+    def fitting(unit: str) -> tuple[str, ...]:
+        for key, index in zip(keys, indexes, strict=True):
+            if (found := index.get(key(unit))) and (key is not keys[-1] or loose[key(unit)] < 2):
+                return tuple(found)
+        return fitting(unit[:-2]) if re.fullmatch(r"\d+\.0", unit) else ()
+
+    return [fitting(unit) for unit in units]
+
+
 def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes: list[Note]) -> Split:
-    """Slides or patients, whichever the table knows more of; a unit in two parts is an error."""
+    """Slides or patients, whichever the table knows more of; a unit in two parts is an error, and a part of which nothing is left."""
     pairs = [(spreadsheet_plain(unit), part) for unit, part in pairs]  # as we write what looks like a formula
-    slides = {slide_stem(slide).casefold(): slide for slide in table.frame["slide"]}
-    cases = {_folded(case): case for case in table.frame["case"]}
-    as_slides = [slides.get(slide_stem(unit).casefold()) for unit, _ in pairs]
-    as_cases = [cases.get(_folded(unit)) for unit, _ in pairs]
-    by_case = sum(unit is not None for unit in as_cases) > sum(unit is not None for unit in as_slides)
-    known = as_cases if by_case else as_slides
-    unit_name = "case_id" if by_case else "slide_id"
+    units = [unit for unit, _ in pairs]
+    as_slides = _meant(
+        units, table.frame["slide"], str, lambda name: "/".join(tail_of(name)), lambda name: tail_of(name)[-1]
+    )
+    as_cases = _meant(units, table.frame["case"], str, _folded)
+    by_case = sum(map(bool, as_cases)) > sum(map(bool, as_slides))
+    fitting = as_cases if by_case else as_slides
+    for unit, several in zip(units, fitting, strict=True):
+        if len(several) > 1:
+            what = f"{unit!r} may be any of {', '.join(several[:4])}"
+            raise UserError(what, where=path, cure="Write these ids as the table does.", kind="split")
+    known = [one[0] if one else None for one in fitting]
+    column = "case" if by_case else "slide"
     parts: dict[str, str] = {}
     torn = []
     for unit, (_, part) in zip(known, pairs, strict=True):
@@ -234,15 +261,19 @@ def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes:
         sample = pairs[0][0] if pairs else "nothing"
         what = f"none of its ids (e.g. {sample!r}) is a slide or a patient of the table"
         raise UserError(what, where=path, cure="Check that the split is of this cohort.", kind="split")
+    if lost := [part for part in PARTS if part not in parts.values() and any(part == named for _, named in pairs)]:
+        some = next(unit for unit, part in pairs if part == lost[0])
+        what = f"none of its ids in {lost[0]} (e.g. {some!r}) is a {'patient' if by_case else 'slide'} of the table"
+        raise UserError(what, where=path, cure="Correct the ids in the file, or remove this part.", kind="split")
     strangers = sum(unit is None for unit in known)
     if strangers:
         notes.append(_noted(f"{strangers} of its {counted(len(pairs), 'id')} not in the table, left out"))
-    absent = len(cases if by_case else slides) - len(parts)
+    absent = len(set(table.frame[column]) - parts.keys())
     if absent:
         units = counted(absent, "patient" if by_case else "slide")
         notes.append(_noted(f"{units} of the table in no part of the split, left out"))
     order = [part for part in PARTS if part in parts.values()]
-    return Split(unit_name, parts, f"imported from {path.name} ({', '.join(order)})", tuple(notes))
+    return Split(f"{column}_id", parts, f"imported from {path.name} ({', '.join(order)})", tuple(notes))
 
 
 def _with_validation(split: Split, table: Table, seed: int) -> Split:

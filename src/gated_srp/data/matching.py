@@ -132,8 +132,8 @@ def leave_out(matches: Matches, entries: Iterable[str]) -> tuple[Matches, list[s
     excluded: dict[str, None] = {}
     unknown = []
     for entry in entries:
-        tail = _tail(entry)  # with folders they must agree too: a quarantined file is one file
-        named = [slide for slide, name in by_stem[_key(entry)] if _tail(name)[-len(tail) :] == tail]
+        tail = tail_of(entry)  # with folders they must agree too: a quarantined file is one file
+        named = [slide for slide, name in by_stem[_key(entry)] if tail_of(name)[-len(tail) :] == tail]
         excluded |= dict.fromkeys(named)
         unknown += [] if named else [entry]
     kept = replace(
@@ -147,7 +147,8 @@ def leave_out(matches: Matches, entries: Iterable[str]) -> tuple[Matches, list[s
     return kept, unknown
 
 
-def _tail(name: str | Path) -> list[str]:
+def tail_of(name: str | Path) -> list[str]:
+    """Folders and stem of an id, folded."""
     return [*map(_folded, _parts(name)[:-1]), _key(name)]
 
 
