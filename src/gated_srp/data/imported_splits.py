@@ -250,9 +250,9 @@ def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes:
     column = "case" if by_case else "slide"
     parts: dict[str, str] = {}
     torn = []
-    for unit, (_, part) in zip(known, pairs, strict=True):
-        if unit is not None and parts.setdefault(unit, part) != part:
-            torn.append(unit)
+    for own, (_, part) in zip(known, pairs, strict=True):
+        if own is not None and parts.setdefault(own, part) != part:
+            torn.append(own)
     if torn:
         who = ", ".join(sorted(set(torn))[:10])
         what = f"{counted(len(set(torn)), 'id')} in more than one part ({who})"
@@ -270,8 +270,8 @@ def _in_table_ids(pairs: list[tuple[str, str]], table: Table, path: Path, notes:
         notes.append(_noted(f"{strangers} of its {counted(len(pairs), 'id')} not in the table, left out"))
     absent = len(set(table.frame[column]) - parts.keys())
     if absent:
-        units = counted(absent, "patient" if by_case else "slide")
-        notes.append(_noted(f"{units} of the table in no part of the split, left out"))
+        who = counted(absent, "patient" if by_case else "slide")
+        notes.append(_noted(f"{who} of the table in no part of the split, left out"))
     order = [part for part in PARTS if part in parts.values()]
     return Split(f"{column}_id", parts, f"imported from {path.name} ({', '.join(order)})", tuple(notes))
 
