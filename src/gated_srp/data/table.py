@@ -186,14 +186,15 @@ def _ask_about(table: Table, where: Path, *, named: bool) -> None:
     cases = {name: int(of_cases[name]) for name in doubtful_classes(of_cases.index) if of_cases[name] > 1}
     labels = doubtful_classes(table.classes) if "label" in table.frame and not named else []
     classes = {name: int((table.frame["label"] == table.classes.index(name)).sum()) for name in labels}
+    own = "count their slides as patients of their own"
     for counts, one, several, lacks, do, kind in (
-        (classes, "a class", "classes", "label", "leave these rows out", "missing_labels"),
-        (cases, "a patient", "patients", "patient", "count their slides as patients of their own", "missing_patients"),
+        (classes, "a class", "classes", "words for a label that is missing", "leave these rows out", "missing_labels"),
+        (cases, "a patient", "patients", "words for a patient that is missing", own, "missing_patients"),
     ):
         if counts:
             said = ", ".join(f"{name!r} ({counted(count, 'slide')})" for name, count in counts.items())
             cure = f"Write `missing: [{', '.join(map(_quoted, counts))}]` to {do}, or `missing: []` to keep them as {several}."
-            what = f"{said}: {one if len(counts) == 1 else several}, or words for a {lacks} that is missing?"
+            what = f"{said}: {one if len(counts) == 1 else several}, or {lacks}?"
             raise UserError(what, where=where, cure=cure, kind=kind)
 
 
