@@ -6,6 +6,7 @@ import pytest
 from study.study_cells import cells, config, finish
 from training.toy_cohorts import open_config, write_cohort
 
+import gated_srp
 from gated_srp.config.cohort import open_cohort
 from gated_srp.data.splits import Split, write_split
 from gated_srp.errors import UserError
@@ -192,3 +193,51 @@ def test_a_finished_cell_of_other_feature_files_is_no_pair(tmp_path):
     files[3].write_bytes(files[4].read_bytes())
     with pytest.raises(UserError, match=r"na/seed42: the feature file of 's003' has changed since the run was begun"):
         refuse_mismatches(found, data)
+
+
+def test_a_finished_cell_of_other_labels_is_no_pair_and_train_refuses_it_too(tmp_path):
+    toy = open_config(write_cohort(tmp_path, slides=10, train={"epochs": 1}), out=str(tmp_path / "runs"))
+    with_parts = open_cohort(toy).slides(42)
+    with_parts[["slide", "part"]].rename(columns={"part": "split"}).to_csv(tmp_path / "split.csv", index=False)
+    toy = toy.model_copy(update={"split": tmp_path / "split.csv"})
+    run = train(toy, arm="na", seed=42)
+    found = plan(toy, [Row.of("na"), Row.of("gated_srp")], [42])
+    assert refuse_mismatches(found, {"toy": open_cohort(toy)}) == ()
+    tested = with_parts["slide"][with_parts["part"] == "test"].iloc[0]
+    file, said = next((tmp_path / "feats").rglob(f"{tested}.h5")), []
+    file.rename(tmp_path / "away.h5")
+    (note,) = refuse_mismatches(found, {"toy": open_cohort(toy)})  # runs may outlive some features
+    assert f"1 of 10 slides have no feature file any more, e.g. {tested!r}" in note
+    train(toy, arm="na", seed=42, progress=lambda event: said.append(event.text))
+    assert f"1 of its slides have no label or no file now, e.g. {tested!r}" in said[0] and "nothing to do" in said[1]
+    (tmp_path / "feats").rename(tmp_path / "gone")
+    train(toy, arm="na", seed=42, progress=lambda event: said.append(event.text))
+    assert "whether its slides and labels are those of now cannot be told" in said[2] and "nothing to do" in said[3]
+    (tmp_path / "gone").rename(tmp_path / "feats")
+    (tmp_path / "away.h5").rename(file)
+    table = (tmp_path / "table.csv").read_text().splitlines()
+    other = {"benign": "tumour", "tumour": "benign"}
+    rows = [row.rpartition(",") for row in table]
+    flipped = [f"{start},{other[label] if start.startswith(tested) else label}" for start, _, label in rows]
+    (tmp_path / "table.csv").write_text("\n".join(flipped) + "\n")
+    for refused in (
+        lambda: gated_srp.compare(toy, arms=["na", "gated_srp"], seeds=[42], bootstrap=0),
+        lambda: train(toy, arm="na", seed=42),
+    ):
+        with pytest.raises(UserError, match="na/seed42: was begun with other slides, labels or parts"):
+            refused()
+    environment = run.environment
+    run.write_json("environment.json", {k: v for k, v in environment.items() if k not in ("slides_hash", "checksum")})
+    assert train(toy, arm="na", seed=42).path == run.path  # of an old version, which does not say
+
+
+def test_a_cell_begun_from_named_weights_does_not_pass_for_one_from_fresh_ones(tmp_path):
+    toy = open_config(write_cohort(tmp_path, slides=10, train={"epochs": 1}), out=str(tmp_path / "runs"))
+    base = train(toy, arm="na", seed=43)
+    train(toy, arm="gated_srp", seed=42, init=base.path)
+    for refused in (
+        lambda: gated_srp.compare(toy, arms=["na", "gated_srp"], seeds=[42], bootstrap=0),
+        lambda: train(toy, arm="gated_srp", seed=42),
+    ):
+        with pytest.raises(UserError, match=r"gated_srp/seed42: was begun from .*seed43.*, not from fresh weights"):
+            refused()

@@ -41,10 +41,11 @@ def test_the_slurm_script_runs_one_cell_a_task(tmp_path):
     for line in ("--array=0-3", "--time=180", "--mem=15G", "--gres=gpu:1", "--signal=B:TERM@120", "--requeue"):
         assert f"#SBATCH {line}\n" in text
     assert (
-        f"exec {sys.executable} -m gated_srp.study.worker '{tmp_path}/a folder/cells.jsonl' \"$SLURM_ARRAY_TASK_ID\""
+        f"exec {sys.executable} -m gated_srp.study.worker '{script.parent}/cells.jsonl' \"$SLURM_ARRAY_TASK_ID\""
         in text
     )
-    specs = (tmp_path / "a folder" / "cells.jsonl").read_text().splitlines()
+    assert script.parent.parent == tmp_path / "a folder"
+    specs = script.with_name("cells.jsonl").read_text().splitlines()
     assert [Cell.from_spec(json.loads(line)) for line in specs] == list(found)
 
 

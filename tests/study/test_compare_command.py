@@ -76,7 +76,9 @@ def test_quick_is_said_and_kept_apart_and_slurm_only_writes(cohort, app):
     shown = CliRunner().invoke(app, [str(cohort), "--arms", "na,xsa", "--quick", "--engine", "slurm"])
     assert shown.exit_code == 0, shown.output
     assert shown.output.startswith("QUICK: 2 of 2 epochs, 3 of 5 seeds")
-    lines = (cohort.parent / "runs" / "quick" / "slurm" / "cells.jsonl").read_text().splitlines()
+    (script,) = (cohort.parent / "runs" / "quick" / "slurm").glob("*/job.sh")
+    assert f"`sbatch {script}`" in shown.output
+    lines = script.with_name("cells.jsonl").read_text().splitlines()
     assert len(lines) == 6
     assert not (cohort.parent / "runs" / "quick" / "toy").exists()
 
@@ -120,7 +122,7 @@ def test_settings_of_a_study_can_be_changed_for_all_arms_alike(cohort, app, tmp_
     shown = CliRunner().invoke(app, [str(cohort), *written, "--out", str(tmp_path / "tuned")])
     assert shown.exit_code == 0, shown.output
     for folder, number in (("runs", 2), ("tuned", 16)):
-        (cells,) = (tmp_path / folder).rglob("cells.jsonl")
+        (cells,) = (tmp_path / folder / "slurm").glob("*/cells.jsonl")  # of the study, not below a variant of it
         lines = cells.read_text().splitlines()
         configs = [json.loads(line)["config"] for line in lines]
         assert [(one["train"]["epochs"], one["window"]) for one in configs] == [(1, 5)] * number

@@ -1,10 +1,12 @@
 """From finished folders to a comparison."""
 
+import pandas as pd
 import pytest
-from study.study_cells import cells, finish
+from study.study_cells import CURVE, cells, finish
 
 from gated_srp.errors import UserError
-from gated_srp.study.comparison import collect, compare_cells, shown_metrics, split_ratio
+from gated_srp.study.comparison import collect, compare_cells, shown_metrics, split_ratio, stats
+from gated_srp.training.folder import RunFolder
 
 
 def test_results_are_the_test_metrics_of_finished_cells(tmp_path):
@@ -53,3 +55,22 @@ def test_unpaired_splits_stop_the_collection(tmp_path):
     finish(found[1], split="two")
     with pytest.raises(UserError, match="different splits"):
         collect(found)
+
+
+def test_patients_of_run_folders_are_resampled_at_the_level_that_scored(tmp_path):
+    rows = []
+    for arm, right in (("na", 1), ("gated_srp", 3)):  # of four patients; the first has five slides
+        for seed in (1, 2):
+            folder = tmp_path / "A" / arm / f"seed{seed}"
+            folder.mkdir(parents=True)
+            said = [("ab" if i < right else "ba")[i % 2] for i in range(4)]
+            cases = [f"p{i},{'ab'[i % 2]},{said[i]},{0.9 if said[i] == 'a' else 0.1}" for i in range(4)]
+            cases = [f"{row},{0.1 if said[i] == 'a' else 0.9}" for i, row in enumerate(cases)]
+            slides = [f"s{i}_{n},{cases[i]}" for i in range(4) for n in range(5 if i == 0 else 1)]
+            for level, table, head in (("case", cases, CURVE.partition(",")[2]), ("slide", slides, CURVE)):
+                (folder / f"predictions_test_{level}.csv").write_text(head + "\n".join(table) + "\n")
+            RunFolder(folder).write_json("metrics.json", {"cohort": "A", "arm": arm, "seed": seed, "score": "case"})
+            rows.append(("A", arm, seed, "accuracy", right / 4))
+    found = stats(pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"]), runs=tmp_path, repeats=5)
+    (one,) = found.cohorts
+    assert one.bootstrap.difference == pytest.approx(one.test.mean) == pytest.approx(0.5)

@@ -1,14 +1,19 @@
 """Several targets of one table: a study for each, one table over them, Holm over all of it."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import typer
 from factories import write_trident
 from training.toy_cohorts import planted, write_yaml
+from typer.testing import CliRunner
 
 import gated_srp
+from gated_srp.cli import studies
 from gated_srp.errors import UserError
 from gated_srp.study import targets as module
 from gated_srp.study.comparison import CompareResult
@@ -95,3 +100,19 @@ def test_targets_that_cannot_be_studied_are_refused_before_anything_is_trained(c
     with pytest.raises(UserError, match=said):
         gated_srp.compare_targets(cohort, targets, out=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_every_target_has_a_slurm_script_of_its_own_and_a_later_study_changes_none(cohort, tmp_path):
+    app = typer.Typer()
+    app.command()(studies.compare)
+    asked = [str(cohort), "--engine", "slurm", "--out", str(tmp_path), "--targets", "er,her 2"]
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 0, shown.output
+    scripts = [line.removeprefix("written: ") for line in shown.output.splitlines() if line.startswith("written: ")]
+    files = [Path(script).with_name("cells.jsonl") for script in scripts]
+    cells = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    wanted = [(name, arm) for name in ("toy_er", "toy_her_2") for arm in ("na", "gated_srp")]
+    assert [(cell["config"]["name"], cell["arm"]) for cell in cells] == wanted
+    before = [file.read_text() for file in files]
+    assert CliRunner().invoke(app, [*asked, "--seeds", "43"]).exit_code == 0  # while the first arrays wait in the queue
+    assert [file.read_text() for file in files] == before and len(list(tmp_path.rglob("job.sh"))) == 4

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -86,7 +87,7 @@ def compare(
             found: CompareResult | TargetsResult = gated_srp.compare(cohort, **how, **running)
         else:
             found = gated_srp.compare_targets(cohort, _words(targets), **how, **running)
-    if not _submitted(found.script):
+    if not _submitted(found.scripts):
         say(f"\n{found.verdict}")
         say(f"written: {found.folder} ({counted(len(found.files), 'file')})")
     if found.failed:
@@ -119,7 +120,7 @@ def crossval(
         which: dict[str, Any] = {"folds": folds, "arms": _words(arms), "seed": seed, "reference": reference}
         where: dict[str, Any] = {"settings": changes(change), "out": out, "tables": tables, "bootstrap": bootstrap}
         found = gated_srp.crossval(cohort, **which, **where, **running)
-    if not _submitted(found.script):
+    if not _submitted(found.scripts):
         say(f"\n{found.verdict}")
         say(f"written: {found.folder} ({counted(len(found.files), 'file')})")
     if found.failed:
@@ -156,7 +157,7 @@ def tune(
     with _study(jobs, yes, engine, address) as running:
         how = {"settings": changes(change), "out": out, "gate_lr": tuple(map(_factor, _words(gate_lr))), **running}
         found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), quick=quick, **how)
-    if not _submitted(found.script):
+    if not _submitted(found.scripts):
         say(found.verdict)
         say(f"written: {found.files[0]}; `gated-srp compare` shows it as {arm}_tuned")
 
@@ -204,7 +205,7 @@ def reproduce(
         for one in found.studies:
             _show_plan(one)
         say(f"{counted(found.runs, 'distinct run')}")
-    elif not _submitted(found.script):
+    elif not _submitted(found.scripts):
         for one in found.studies:
             if one.study.command:
                 say(f"{one.study.name}: run `{one.study.command}`")
@@ -293,12 +294,14 @@ def _study(jobs: int | None, yes: bool, engine: str, address: str | None) -> Ite
             raise typer.Exit(1) from None
 
 
-def _submitted(script: Path | None) -> bool:
-    """Whether there is only a Slurm script."""
-    if script is not None:
+def _submitted(scripts: Sequence[Path]) -> bool:
+    """Whether there are only Slurm scripts."""
+    for script in scripts:
         say(f"written: {script}")
-        say(f"Submit it with `sbatch {script}`; when it is done, run this command again to see the results.")
-    return script is not None
+    if scripts:
+        commands = "; ".join(f"sbatch {shlex.quote(str(script))}" for script in scripts)
+        say(f"Submit with `{commands}`; when it is done, run this command again to see the results.")
+    return bool(scripts)
 
 
 def _list_studies() -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 import pandas as pd
 
-from gated_srp.config.cohort import CohortConfig, CohortData, preparation
+from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, preparation
 from gated_srp.config.load import for_arm, with_changes
 from gated_srp.config.reach import gate_reach, gates_moved
 from gated_srp.data.loader import SlideDataset
-from gated_srp.data.splits import Split
+from gated_srp.data.splits import Split, assign_parts
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import arm_settings, find_arm
 from gated_srp.training.folder import RunFolder, departures, settings_of
-from gated_srp.training.inputs import fingerprints, refuse_other_files
+from gated_srp.training.inputs import fingerprints, refuse_other_files, slides_hash
 
 QUICK_EPOCHS = 5  # a quick study trains a fifth of the epochs
 QUICK_SEEDS = 3
@@ -162,14 +162,14 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     return tuple(found.values())
 
 
-def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> None:
-    """Existing run folders must have been made with these settings, and the splits and files that ``data`` (by cohort) now gives."""
+def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> tuple[str, ...]:
+    """Existing run folders must have been made with these settings and start weights, and the slides, labels, splits and files that
+    ``data`` (by cohort) now gives; notes on what could not be compared."""
     expected: dict[tuple[str, str], str] = {}
-    now: dict[tuple[str, bool], pd.DataFrame] = {}  # fingerprints of a cohort's files, of both magnifications or one
+    inputs = _Inputs(data)
     for cell in distinct(cells):
         cell.run.refuse_other_settings(cell.settings)
-        if cell.config.train.init:
-            _refuse_other_start(cell)
+        _refuse_other_start(cell)
         at = (cell.cohort, cell.unit)
         if at not in expected and cell.cohort in data:
             expected[at] = data[cell.cohort].split(cell.seed, cell.fold).hash
@@ -183,21 +183,59 @@ def refuse_mismatches(cells: Iterable[Cell], data: Mapping[str, CohortData]) -> 
                 cure="Restore the table, choose another `out`, or remove the folder.",
                 kind="other_split",
             )
-        if cell.cohort in data and not cell.run.features.empty:
-            config = for_arm(cell.config, cell.arm)
-            files = (cell.cohort, config.features_low is not None)
-            if files not in now:
-                slides = data[cell.cohort].slides(cell.seed, cell.fold)
-                now[files] = fingerprints(SlideDataset(slides, preparation(config)))
-            refuse_other_files(cell.run, now[files])
+        if cell.cohort in data:
+            inputs.refuse_others(cell)
+    return tuple(inputs.notes)
+
+
+class _Inputs:
+    """What runs would be given now, read once for all cells that share it."""
+
+    def __init__(self, data: Mapping[str, CohortData]) -> None:
+        self.data, self.notes = data, dict[str, None]()
+        self.opened: dict[str, CohortData] = {}  # by the settings that say which slides there are
+        self.hashes: dict[tuple[str, str, tuple[str, ...]], str] = {}  # also by unit, and slides that lost their file
+        self.files: dict[tuple[str, bool], pd.DataFrame] = {}  # fingerprints, of both magnifications or one
+
+    def refuse_others(self, cell: Cell) -> None:
+        """Nothing is asked of a folder without a run, or of a version that kept neither a hash of slides nor fingerprints."""
+        run, known, config = cell.run, cell.run.features, for_arm(cell.config, cell.arm)
+        if not (run.finished or run.begun) or (known.empty and "slides_hash" not in run.environment):
+            return
+        self.opened = self.opened or {_slides_of(one.config): one for one in self.data.values()}
+        here = _slides_of(config)
+        data = self.opened[here] if here in self.opened else self.opened.setdefault(here, open_cohort(config))
+        gone = tuple(sorted(set(data.matches.missing) & set(known.get("slide", ())))) if run.finished else ()
+        if gone:
+            what = f"{len(gone)} of {len(known)} slides have no feature file any more, e.g. {gone[0]!r}"
+            self.notes[f"{cell.cohort}, seed {cell.unit}: {what}; whether those files changed cannot be told"] = None
+        at = (here, cell.unit, gone)
+        if at not in self.hashes:
+            rows = data.table.frame.assign(part=assign_parts(data.split(cell.seed, cell.fold), data.table))
+            rows = rows[rows["part"].notna() & rows["slide"].isin({*data.matches.found, *gone})]
+            self.hashes[at] = slides_hash(rows, data.table.kind, config.covariates)
+        run.refuse_other_slides(self.hashes[at])
+        files = (here, config.features_low is not None)
+        if not known.empty and files not in self.files:
+            slides = data.slides(cell.seed, cell.fold)
+            self.files[files] = fingerprints(SlideDataset(slides, preparation(config)))
+        if not known.empty:
+            refuse_other_files(run, self.files[files])
+
+
+def _slides_of(config: CohortConfig) -> str:
+    """The settings without those that have no say in which slides, labels and parts there are."""
+    return config.model_dump_json(exclude={"train", "model", "out", "arms", "seeds", "window", "features_low"})
 
 
 def _refuse_other_start(cell: Cell) -> None:
-    """A cell that starts from a pretraining needs it before anything runs, and what is there must have started from it."""
+    """A cell that starts from a pretraining needs it before anything runs, and what is there must have started from it, or from fresh weights."""
+    if not (cell.config.train.init or cell.run.environment.get("init")):
+        return
     from gated_srp.training.train import Job, pretrained_model, refuse_other_weights  # not above: few studies need it
 
     job = Job(cell.config, cell.arm, cell.seed, cell.fold)
-    start = pretrained_model(job)
+    start = pretrained_model(job) if cell.config.train.init else None
     if cell.run.begun or cell.run.finished:
         refuse_other_weights(replace(job, init=start))
 

@@ -148,7 +148,7 @@ def compare(
     if ran.script:
         return CompareResult(pd.DataFrame(columns=list(COLUMNS)), None, folder, note, script=ran.script)
     results = collect(cells)
-    said = (*([note] if note else []), *notes, *run_notes(cells), *map(str, warnings), *moved_gates(cells))
+    said = (*([note] if note else []), *notes, *ran.notes, *run_notes(cells), *map(str, warnings), *moved_gates(cells))
     comparison = compare_cells(cells, results, reference, repeats=bootstrap, notes=said, margin=margin)
     title = f"{config.name}{' (quick)' if note else ''}"
     files = write_comparison(folder, cells, results, comparison, title=title, mark=note)
@@ -312,17 +312,17 @@ def metrics_of(predictions: pd.DataFrame) -> Mapping[str, float]:
 
 def _pairs(cohort: Path, arm: str, reference: str) -> list[Pair]:
     """Of run folders ARM/seed42 below ``cohort``."""
-    from gated_srp.training.folder import read_predictions
+    from gated_srp.training.folder import RunFolder, read_predictions
 
     pairs = []
     for folder in sorted((cohort / arm).glob("seed*")):
-        other = cohort / reference / folder.name
-        # Survival is scored per case, the rest per slide; patients are resampled in both.
-        for level in ("slide", "case"):
+        other, score = cohort / reference / folder.name, RunFolder(folder).results.get("score")
+        # Where the run does not say: survival is scored per case, the rest per slide. Patients are resampled in both.
+        for level in (score,) if score else ("slide", "case"):
             paths = [place / f"predictions_test_{level}.csv" for place in (folder, other)]
             if all(path.is_file() for path in paths):
                 first, second = map(read_predictions, paths)
-                if level == "slide" and "risk" in first:
+                if not score and level == "slide" and "risk" in first:
                     continue
                 pairs.append((first, second))
                 break

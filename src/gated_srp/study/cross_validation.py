@@ -134,7 +134,7 @@ def crossval(
     table = pd.concat([one.assign(arm=arm) for arm, one in pooled.items()], ignore_index=True)
     table = table[["arm", *(name for name in table if name != "arm")]]
     metrics, differences = _scores(pooled, reference, repeats=bootstrap)
-    notes = (*gaps, *_coverage(data, pooled[reference], config.score), *run_notes(whole))
+    notes = (*gaps, *ran.notes, *_coverage(data, pooled[reference], config.score), *run_notes(whole))
     comparison = None
     if len(arms) > 1:
         shown = results[results["metric"].isin(shown_metrics(cells[0])) & results["value"].notna()]

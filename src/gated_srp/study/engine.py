@@ -73,10 +73,11 @@ class Running:
 
 @dataclass(frozen=True)
 class Ran:
-    """``failed``: reasons by cell; ``script``: Slurm's, which must be submitted before there is anything to see."""
+    """``failed``: reasons by cell; ``script``: Slurm's, which must be submitted before there is anything to see; ``notes``: on runs that were there."""
 
     failed: Mapping[str, UserError]
     script: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Running) -> Ran:
@@ -86,24 +87,25 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
         Declined: ``running.confirm`` said no.
         Interrupted: stopped with Ctrl-C; running cells have saved their states.
     """
-    refuse_mismatches(cells, data)
+    notes = refuse_mismatches(cells, data)
+    for note in notes:
+        running.say(f"note: {note}")
     for run in (cell.run for cell in distinct(cells) if cell.run.finished and cell.run.leftovers()):
         with suppress(UserError), run.lock():  # which removes what a killed process left; someone else may hold it
             pass
-    board = Board(tuple(cells), running.progress, running.part)
-    machine = this_machine()
+    board, machine = Board(tuple(cells), running.progress, running.part), this_machine()
     ahead = cost(cells, data, machine)
     running.say(
         f"{counted(len(board.cells), 'cell')}, {len(board.cells) - ahead.cells} finished before, {ahead.cells} to run"
     )
     if not ahead.cells:
-        return Ran({})
+        return Ran({}, notes=notes)
     if running.engine == "slurm":
         import torch
 
-        waiting, gpu = board.of("waiting"), torch.cuda.is_available()
-        folder, each = waiting[0].config.out / "slurm", ahead.seconds / ahead.cells
-        return Ran({}, write_job_array(folder, waiting, seconds=each, memory=ahead.memory, gpu=gpu))
+        waiting, each = board.of("waiting"), ahead.seconds / ahead.cells
+        need: dict[str, Any] = {"seconds": each, "memory": ahead.memory, "gpu": torch.cuda.is_available()}
+        return Ran({}, write_job_array(data[waiting[0].cohort].config.out / "slurm", waiting, **need))
     slots = local_slots(running.jobs or ahead.cells, 1.0 if running.jobs else ahead.memory)
     ahead = replace(ahead, seconds=ahead.seconds / len({slot.device for slot in slots}))
     here = f"this machine, {len(slots)} at a time, {counted(slots[0].threads, 'thread')} each"
@@ -125,7 +127,7 @@ def run_cells(cells: Sequence[Cell], data: Mapping[str, CohortData], running: Ru
     failed = {str(cell): board[cell].error or UserError("failed") for cell in board.of("failed")}
     for cell, error in failed.items():
         _LOG.error("failed twice: %s: %s", cell, error)
-    return Ran(failed)
+    return Ran(failed, notes=notes)
 
 
 def _bytes(count: float) -> str:

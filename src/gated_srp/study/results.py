@@ -54,6 +54,11 @@ class StudyResult:
     failed: Mapping[str, UserError] = field(default_factory=dict)
     script: Path | None = None
 
+    @property
+    def scripts(self) -> tuple[Path, ...]:
+        """All Slurm scripts: of several studies there is one each."""
+        return (self.script,) if self.script else ()
+
 
 @dataclass(frozen=True)
 class Difference:

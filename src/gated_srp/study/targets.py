@@ -41,8 +41,15 @@ class TargetsResult(StudyResult):
     folder: Path
 
     @property
+    def scripts(self) -> tuple[Path, ...]:
+        """Slurm's, one per target that has something to run."""
+        return tuple(found.script for found in self.studies.values() if found.script)
+
+    @property
     def verdict(self) -> str:
         """The table in words: the text of README.md."""
+        if self.scripts:
+            return f"nothing has run yet; submit {', '.join(map(str, self.scripts))}"
         return (self.folder / "README.md").read_text(encoding="utf-8")
 
     def _repr_html_(self) -> str:

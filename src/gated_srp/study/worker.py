@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import hashlib
 import json
 import math
 import os
@@ -244,10 +245,14 @@ _NOTICE = 120  # seconds before the end at which Slurm asks a task to save and l
 def write_job_array(
     folder: Path, cells: Sequence[Cell], *, seconds: float, memory: float, gpu: bool, threads: int = 4
 ) -> Path:
-    """``cells.jsonl`` and ``job.sh``; ``seconds`` and ``memory`` (bytes) of the largest cell, roughly. All paths are absolute."""
-    folder = folder.absolute()
+    """``cells.jsonl`` and ``job.sh``; ``seconds`` and ``memory`` (bytes) of the largest cell, roughly. All paths are absolute.
+
+    They are in a subfolder named after the cells: an array reads its file when it starts, so a later study must not change it.
+    """
+    content = "".join(json.dumps(cell.spec()) + "\n" for cell in cells)
+    folder = folder.absolute() / hashlib.sha256(content.encode()).hexdigest()[:12]
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "cells.jsonl", "".join(json.dumps(cell.spec()) + "\n" for cell in cells))
+    write_whole(folder / "cells.jsonl", content)
     threads = min(threads, thread_limit() or threads)
     minutes = max(30, math.ceil(_SLACK * seconds / 60))
     gigabytes = max(4, math.ceil(1.5 * memory / 1e9))

@@ -295,6 +295,20 @@ LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
 }
 
 
+def check_loggers(loggers: Sequence[Any], devices: int) -> None:
+    """Refuses what cannot log."""
+    for one in loggers:
+        if callable(getattr(one, "log_metrics", None)):
+            continue
+        what = f"{type(one).__name__} has no log_metrics(values, step=...)"
+        raise UserError(
+            what, where="loggers", cure="Give a logger of lightning.pytorch; others are named in train.log."
+        )
+    if loggers and devices > 1:
+        cure = "Name tensorboard, wandb or mlflow in train.log instead."
+        raise UserError("an object of this process cannot log for several", where="loggers", cure=cure)
+
+
 def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> list[Logger]:
     """The loggers of ``train.log``."""
     opened: list[Logger] = []

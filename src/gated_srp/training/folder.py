@@ -266,6 +266,16 @@ class RunFolder:
                 cure="Choose another `out`, or remove the folder.",
             )
 
+    def refuse_other_slides(self, now: str) -> None:
+        """It must have been made, or begun, with these slides, labels and parts (`slides_hash` of them); finished runs of old versions do not say."""
+        if now != self.environment.get("slides_hash", now if self.finished else None):
+            raise UserError(
+                "was begun with other slides, labels or parts than the table, the split and the files now give",
+                where=self.path,
+                cure="Restore them, choose another `out`, or remove the folder.",
+                kind="other_slides",
+            )
+
 
 def pretraining_place(config: CohortConfig, out: Path) -> CohortConfig:
     """The same cohort, its runs where `pretrain` writes: OUT/pretrained/COHORT/ARM/seed42."""

@@ -30,7 +30,7 @@ from gated_srp.tasks.task import Level
 from gated_srp.training.folder import RunFolder
 
 if TYPE_CHECKING:
-    from gated_srp.data.covariates import Covariates
+    from gated_srp.data.covariates import Covariates, Named
 
 MOST_SLIDES = 256  # training slides whose features are summarised, evenly spaced over all of them
 _FAR = 3.0  # times the farthest training slide is "unlike training"
@@ -61,9 +61,7 @@ class TrainingData:
     @property
     def hash(self) -> str:
         """Over who is in which part with which label: a run may only go on with what it began with."""
-        beside = self.covariates.stored if self.covariates else []
-        rows = self.members[["slide", "case", *self.task.truth, "part", *beside]].to_csv(index=False)
-        return hashlib.sha256(rows.encode()).hexdigest()
+        return slides_hash(self.members, self.task, self.covariates)
 
     def rows(self, part: str) -> list[int]:
         """Bags of train, val or test."""
@@ -96,6 +94,17 @@ class TrainingData:
         return bool(distinct["case"].duplicated().any())
 
 
+def slides_hash(slides: pd.DataFrame, task: Task | type[Task], covariates: Named | None) -> str:
+    """`TrainingData.hash` of rows of the table with their part."""
+    beside = []
+    if covariates is not None:
+        from gated_srp.data.covariates import stored  # not above: rarely asked for
+
+        beside = [stored(name) for name in (*covariates.numeric, *covariates.categorical)]
+    rows = slides[["slide", "case", *task.truth, "part", *beside]].to_csv(index=False)
+    return hashlib.sha256(rows.encode()).hexdigest()
+
+
 def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     """Read the table, find the files, draw the split; everything that can be wrong before the first bag is refused here."""
     data = open_cohort(config)
@@ -115,8 +124,11 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
     bags = slide_dataset(config, members, task.encode(slides))
     joined = None if slides is members else members
     notes = (*data.notes, *split.notes, *lacking)
-    sampling = _sampling(task, training) if config.train.sampling else None
-    covariates = None
+    sampling = covariates = None
+    if config.train.sampling:
+        from gated_srp.tasks.imbalance import sampling_weights  # not above: rarely asked for
+
+        sampling = torch.from_numpy(sampling_weights(task, training))
     if config.covariates is not None:
         from gated_srp.data.covariates import BagCovariates, Covariates  # not above: rarely asked for
 
@@ -131,12 +143,6 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
             cure="Set `score: slide`, or correct the table.",
         )
     return inputs
-
-
-def _sampling(task: Task, training: pd.DataFrame) -> Tensor:
-    from gated_srp.tasks.imbalance import sampling_weights  # not above: rarely asked for
-
-    return torch.from_numpy(sampling_weights(task, training))
 
 
 def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
@@ -276,12 +282,7 @@ def changed_files(known: pd.DataFrame, bags: SlideDataset, *, deep: bool = False
 
 def refuse_other_inputs(run: RunFolder, inputs: TrainingData, *, deep: bool = False) -> tuple[Note, ...]:
     """A begun run goes on with the slides, labels, parts and files that it began with; notes on what could not be compared."""
-    if inputs.hash != run.environment.get("slides_hash"):
-        raise UserError(
-            "was begun with other slides, labels or parts than the table, the split and the files now give",
-            where=run.path,
-            cure="Restore them, choose another `out`, or remove the folder.",
-        )
+    run.refuse_other_slides(inputs.hash)
     known = run.features
     if known.empty:
         what = "begun by a version that kept no fingerprints of feature files: whether they have changed cannot be told"

@@ -129,7 +129,9 @@ class PretrainingJob(Job):
         bags = MaskedDataset(slides, settings.settings, targets=task.encode(slides), cache=settings.cache)
         bags.masking, bags.seed = self.masking, self.seed
         found = TrainingData(slides, split, task, bags, "slide", (*data.notes, *split.notes, *notes))
-        return found if self.run.begun else replace(found, notes=(*found.notes, self.copying(found)))
+        return (
+            found if self.run.begun or self.run.finished else replace(found, notes=(*found.notes, self.copying(found)))
+        )
 
     def copying(self, inputs: TrainingData) -> Note:
         """What r2 of this run should exceed."""

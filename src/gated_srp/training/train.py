@@ -21,7 +21,7 @@ from gated_srp.data.splits import write_split
 from gated_srp.errors import UserError, counted
 from gated_srp.models import ARMS, SlideModel, build_model, find_arm, load_card, model_file
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.training.callbacks import RunCallbacks, stop_on_signals
+from gated_srp.training.callbacks import RunCallbacks, check_loggers, stop_on_signals
 from gated_srp.training.folder import RunFolder, departures, environment, pretraining_place, settings_of, versions
 from gated_srp.training.inputs import TrainingData, check_files, fingerprints, load_inputs, refuse_other_inputs
 from gated_srp.training.loop import Training, fit
@@ -84,10 +84,10 @@ def run_job(job: Job, *, save_every: float, loggers: Sequence[Any] = (), progres
     """Begin a run, go on with it, or leave it alone where it is finished."""
     run, config, devices = job.run, job.config, job.devices
     _check(job)
-    _check_loggers(loggers, devices)
+    check_loggers(loggers, devices)
     if run.finished:
-        _leave_alone(job)
-        progress(Event("train", text=f"{run.path}: finished before; nothing to do"))
+        for line in (*_leave_alone(job), "finished before; nothing to do"):
+            progress(Event("train", text=f"{run.path}: {line}"))
         return run
     run.refuse_other_settings(job.settings)
     recorded = run.environment if run.begun else {}
@@ -161,27 +161,26 @@ def _check(job: Job) -> None:
         open_cohort(job.config).split(job.seed, job.fold)  # says how many there are
 
 
-def _check_loggers(loggers: Sequence[Any], devices: int) -> None:
-    for one in loggers:
-        if callable(getattr(one, "log_metrics", None)):
-            continue
-        what = f"{type(one).__name__} has no log_metrics(values, step=...)"
-        raise UserError(
-            what, where="loggers", cure="Give a logger of lightning.pytorch; others are named in train.log."
-        )
-    if loggers and devices > 1:
-        cure = "Name tensorboard, wandb or mlflow in train.log instead."
-        raise UserError("an object of this process cannot log for several", where="loggers", cure=cure)
-
-
-def _leave_alone(job: Job) -> None:
-    """A finished run is compared with what is asked for and its results are read; what a killed process left there goes."""
-    job.run.refuse_other_settings(job.settings)
-    _ = job.run.results
+def _leave_alone(job: Job) -> list[str]:
+    """A finished run is compared with what is asked for and its results are read; what a killed process left there goes. Gives what to say."""
+    run = job.run
+    run.refuse_other_settings(job.settings)
+    _ = run.results
     refuse_other_weights(job)
-    if job.run.leftovers():
-        with suppress(UserError), job.run.lock():  # another process holds it, or nobody may write there
+    if run.leftovers():
+        with suppress(UserError), run.lock():  # another process holds it, or nobody may write there
             pass
+    if "slides_hash" not in run.environment:
+        return []
+    try:
+        inputs = job.load()
+    except UserError as error:  # whoever keeps runs alone may still ask for them
+        return [f"warning: whether its slides and labels are those of now cannot be told: {error}"]
+    if gone := sorted(set(run.features.get("slide", ())) - set(inputs.members["slide"])):
+        of = f"{len(gone)} of its slides have no label or no file now, e.g. {gone[0]!r}"
+        return [f"warning: {of}: whether it is what the table now gives cannot be told"]
+    run.refuse_other_slides(inputs.hash)
+    return []
 
 
 def _refuse_other_start(job: Job, precision: str) -> None:
@@ -190,7 +189,7 @@ def _refuse_other_start(job: Job, precision: str) -> None:
     if job.config.train.only == "gate" and job.init is None and not job.run.begun:
         cure = "Name the base with --init model.safetensors."
         raise UserError("gate fits the gates of a trained base", where="train.only", cure=cure)
-    if job.run.begun:
+    if job.run.begun and job.init is not None:  # otherwise it goes on from whatever it was begun from
         refuse_other_weights(job)
     if job.run.begun and job.run.environment.get("precision", precision) != precision:
         what = "was begun by another process just now, in another precision"
@@ -198,11 +197,12 @@ def _refuse_other_start(job: Job, precision: str) -> None:
 
 
 def refuse_other_weights(job: Job) -> None:
-    """A run that is there must have been begun from the start weights that are named now."""
-    recorded = job.run.environment.get("init") or {}
-    if job.init is not None and file_hash(job.init) != recorded.get("sha256"):
+    """A run that is there must have been begun from the start weights that are named now; from fresh ones where neither option nor setting names any."""
+    recorded, train = job.run.environment.get("init") or {}, job.config.train
+    named = job.init or train.init or train.only
+    if (job.init is not None and file_hash(job.init) != recorded.get("sha256")) or (recorded and not named):
         raise UserError(
-            f"was begun from {recorded.get('path', 'fresh weights')}, not from {job.init}",
+            f"was begun from {recorded.get('path', 'fresh weights')}, not from {job.init or 'fresh weights'}",
             where=job.run.path,
             cure="Choose another `out`, or remove the folder.",
         )
