@@ -213,7 +213,8 @@ class _Inputs:
         if at not in self.hashes:
             rows = data.table.frame.assign(part=assign_parts(data.split(cell.seed, cell.fold), data.table))
             rows = rows[rows["part"].notna() & rows["slide"].isin({*data.matches.found, *gone})]
-            self.hashes[at] = slides_hash(rows, data.table.kind, config.covariates)
+            task = data.table.kind.fit(rows[rows["part"] == "train"], data.table.classes, config.metric)
+            self.hashes[at] = slides_hash(rows, task.truth, config.covariates)
         run.refuse_other_slides(self.hashes[at])
         files = (here, config.features_low is not None)
         if not known.empty and files not in self.files:

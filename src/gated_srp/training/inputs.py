@@ -61,7 +61,7 @@ class TrainingData:
     @property
     def hash(self) -> str:
         """Over who is in which part with which label: a run may only go on with what it began with."""
-        return slides_hash(self.members, self.task, self.covariates)
+        return slides_hash(self.members, self.task.truth, self.covariates)
 
     def rows(self, part: str) -> list[int]:
         """Bags of train, val or test."""
@@ -94,14 +94,14 @@ class TrainingData:
         return bool(distinct["case"].duplicated().any())
 
 
-def slides_hash(slides: pd.DataFrame, task: Task | type[Task], covariates: Named | None) -> str:
+def slides_hash(slides: pd.DataFrame, truth: Iterable[str], covariates: Named | None) -> str:
     """`TrainingData.hash` of rows of the table with their part."""
     beside = []
     if covariates is not None:
         from gated_srp.data.covariates import stored  # not above: rarely asked for
 
         beside = [stored(name) for name in (*covariates.numeric, *covariates.categorical)]
-    rows = slides[["slide", "case", *task.truth, "part", *beside]].to_csv(index=False)
+    rows = slides[["slide", "case", *truth, "part", *beside]].to_csv(index=False)
     return hashlib.sha256(rows.encode()).hexdigest()
 
 
