@@ -4,24 +4,29 @@ import math
 
 import pytest
 import torch
-from reference import neighbour_lists
+from reference import neighbour_lists, tolerant_lists
 
 from gated_srp import PatchGraph, UserError
-from gated_srp.models.attention import place_table
+from gated_srp.models.attention import LocalAttention, place_table
 from gated_srp.models.locality import Focus, NeighbourhoodAttention, PositionalNystrom
 from gated_srp.models.nystrom import NystromAttention
 
 HEADS, WIDTH, PATCHES = 2, 4, 15
 
 
-def bag(window):
+def bag(window, overlap=0):
+    """``overlap``: so many patches come again, 20 px further on, and count too."""
     draw = torch.Generator().manual_seed(7)
     cells = torch.cartesian_prod(torch.arange(5), torch.arange(6))[torch.randperm(30, generator=draw)[:PATCHES]]
     cells[-1] += 40  # a patch apart
-    graph = PatchGraph.from_coords(cells * 256, stride=256, window=window).with_isolated(before=1, after=2)
-    lists = [[], *([j + 1 for j in found] for found in neighbour_lists(cells * 256, 256, window)), [], []]
+    cells = torch.cat([cells, cells[:overlap]])
+    coords = cells * 256 + 20 * (torch.arange(len(cells)) >= PATCHES).unsqueeze(1)
+    lattice, listed = ("exact", tolerant_lists) if overlap else ("floor", neighbour_lists)
+    graph = PatchGraph.from_coords(coords, stride=256, window=window, lattice=lattice).with_isolated(before=1, after=2)
+    lists = [[], *([j + 1 for j in found] for found in listed(coords, 256, window)), [], []]
     steps = {(i, j): (cells[j - 1] - cells[i - 1]).tolist() for i, found in enumerate(lists) for j in found}
-    x = torch.randn(1, PATCHES + 3, HEADS * WIDTH, dtype=torch.float64, generator=draw)
+    x = torch.randn(1, len(cells) + 3, HEADS * WIDTH, dtype=torch.float64, generator=draw)
+    assert (max(map(len, lists)) > window**2 - 1) == bool(overlap)
     return x, graph, lists, steps
 
 
@@ -38,13 +43,17 @@ def softmax(values):
     return [e / sum(exps) for e in exps]
 
 
-@pytest.mark.parametrize("window", [3, 5])
-def test_neighbourhood_attention_adds_a_bias_by_relative_position(window):
-    x, graph, lists, steps = bag(window)
-    layer = awake(NeighbourhoodAttention(HEADS * WIDTH, HEADS))
+BAGS = pytest.mark.parametrize(("window", "overlap"), [(3, 0), (5, 0), (3, 12)])
+
+
+@BAGS
+@pytest.mark.parametrize("kind", [NeighbourhoodAttention, LocalAttention])
+def test_neighbourhood_attention_adds_a_bias_by_relative_position(window, overlap, kind):
+    x, graph, lists, steps = bag(window, overlap)
+    layer = awake(kind(HEADS * WIDTH, HEADS))
     y, v = layer(x, graph)
     q, k, _ = (part[0] for part in layer.heads(x))
-    bias = layer.relative.table.view(HEADS, 7, 7)
+    bias = layer.relative.table.view(HEADS, 7, 7) if kind is NeighbourhoodAttention else torch.zeros(HEADS, 7, 7)
     for i in range(1, len(lists)):
         listed = [i, *lists[i]]
         places = [(3, 3), *((3 + steps[i, j][0], 3 + steps[i, j][1]) for j in lists[i])]
@@ -56,9 +65,9 @@ def test_neighbourhood_attention_adds_a_bias_by_relative_position(window):
             torch.testing.assert_close(y[0, h, i], expected)
 
 
-@pytest.mark.parametrize("window", [3, 5])
-def test_gated_positional_attention_mixes_content_and_places(window):
-    x, graph, lists, steps = bag(window)
+@BAGS
+def test_gated_positional_attention_mixes_content_and_places(window, overlap):
+    x, graph, lists, steps = bag(window, overlap)
     layer = awake(PositionalNystrom(HEADS * WIDTH, HEADS, num_landmarks=4))
     plain = NystromAttention(HEADS * WIDTH, HEADS, num_landmarks=4).double()
     plain.load_state_dict({name: p for name, p in layer.state_dict().items() if "focus" not in name})

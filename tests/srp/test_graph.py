@@ -43,6 +43,14 @@ def test_a_neighbours_place_is_the_step_to_it(cells, window, stride, shift, exac
     bare = PatchGraph(graph.neighbours, graph.offsets, graph.homogeneity, window, graph.lengths)
     assert bare.first(count).places is bare.part(half).places is PatchGraph.batch([bare, graph]).places is None
     assert bare.to("cpu").places is None and graph.to("cpu").places.equal(graph.places)
+    most = max(window**2 - 1, int(graph.neighbour_count.max()))  # more where patches share a place
+    assert (
+        bare.most_listed
+        == graph.most_listed
+        == several.most_listed
+        == PatchGraph.batch([bare, graph]).most_listed
+        == most
+    )
 
 
 @given(bags, st.sampled_from([3, 5, 7]), st.sampled_from([1, 224, 512]), st.integers(-3000, 3000))

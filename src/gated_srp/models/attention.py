@@ -1,7 +1,7 @@
 """Attention as the blocks see it: the dense form and the local one.
 
 Shapes: B batch, H heads, L rows (row 0 is CLS), D head width, C = H * D channels, R = B * L,
-K neighbours at most.
+K neighbours at most (`PatchGraph.most_listed`).
 """
 
 from collections.abc import Callable
@@ -130,10 +130,16 @@ def neighbour_table(graph: PatchGraph) -> tuple[Tensor, Tensor]:
     """Each row's own number, then its neighbours', (R, K + 1), and which entries are meant."""
     counts = graph.neighbour_count
     own = torch.arange(len(counts), device=counts.device).unsqueeze(1)  # (R, 1)
-    meant = torch.arange(graph.most_neighbours + 1, device=counts.device) <= counts.unsqueeze(1)  # (R, K + 1)
-    table = own.repeat(1, meant.shape[1])
-    table[:, 1:][meant[:, 1:]] = graph.neighbours
-    return table, meant
+    meant = torch.arange(graph.most_listed + 1, device=counts.device) <= counts.unsqueeze(1)  # (R, K + 1)
+    return _filled(own.repeat(1, meant.shape[1]), graph, graph.neighbours), meant
+
+
+def _filled(table: Tensor, graph: PatchGraph, entries: Tensor) -> Tensor:
+    """``table`` (R, K + 1) with what is known of each neighbour, (E,), behind its row's own column; a mask would wait for the device."""
+    owners = torch.arange(len(table), device=table.device)
+    owners = owners.repeat_interleave(graph.neighbour_count, output_size=len(entries))  # (E,)
+    places = table.shape[1] * owners + 1 + torch.arange(len(entries), device=table.device) - graph.offsets[owners]
+    return table.view(-1).scatter_(0, places, entries).view_as(table)
 
 
 def place_table(graph: PatchGraph) -> Tensor:
@@ -144,11 +150,8 @@ def place_table(graph: PatchGraph) -> Tensor:
         raise UserError(what, where="graph", cure=cure)
     around = 3 - graph.window // 2
     x, y = graph.places.long() // graph.window, graph.places.long() % graph.window
-    counts = graph.neighbour_count
-    meant = torch.arange(graph.most_neighbours, device=counts.device) < counts.unsqueeze(1)  # (R, K)
-    table = torch.full_like(meant, 24, dtype=torch.long)  # the row itself
-    table[meant] = (x + around) * 7 + y + around
-    return F.pad(table, (1, 0), value=24)
+    table = torch.full((graph.num_rows, graph.most_listed + 1), 24, device=x.device)  # the row itself
+    return _filled(table, graph, (x + around) * 7 + y + around)
 
 
 def _attend_table(

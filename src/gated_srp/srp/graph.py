@@ -38,6 +38,7 @@ class PatchGraph:
     before: int = 0  # rows without neighbours in front of each bag's patches
     places: Tensor | None = None  # (E,) uint8, where in a window of up to 15 each neighbour lies: `window_places`
     covariates: Tensor | None = None  # (B, F), what else is known of each bag: carried along for a model's head
+    longest: int | None = None  # entries of the longest list, where `with_places` found more than `most_neighbours`
 
     @classmethod
     def from_coords(
@@ -103,13 +104,15 @@ class PatchGraph:
         rows = [sum(g.num_rows for g in graphs[:i]) for i in range(len(graphs))]
         starts = [sum(len(g.neighbours) for g in graphs[:i]) for i in range(len(graphs))]
         places = [g.places for g in graphs if g.places is not None]
+        known = len(places) == len(graphs)
         return cls(
             torch.cat([g.neighbours + r for g, r in zip(graphs, rows, strict=True)]),
             torch.cat([graphs[0].offsets[:1], *(g.offsets[1:] + s for g, s in zip(graphs, starts, strict=True))]),
             torch.cat([g.homogeneity for g in graphs]),
             graphs[0].window,
             lengths,
-            places=None if len(places) < len(graphs) else torch.cat(places),
+            places=torch.cat(places) if known else None,
+            longest=max(g.longest or 0 for g in graphs) or None if known else None,
         )
 
     @staticmethod
@@ -141,6 +144,13 @@ class PatchGraph:
     def most_neighbours(self) -> int:
         """K = n * n - 1, the neighbours of a patch inside tissue."""
         return self.window**2 - 1
+
+    @property
+    def most_listed(self) -> int:
+        """K, or the longest list where it is longer: with lattice `exact` two patches may lie at one place of a window."""
+        if self.longest is not None or self.places is not None:
+            return self.longest or self.most_neighbours  # nothing waits for a device
+        return max(self.most_neighbours, int(self.neighbour_count.max()) if self.num_rows else 0)
 
     @property
     def neighbour_count(self) -> Tensor:
@@ -200,10 +210,11 @@ class PatchGraph:
         """The same lists of one bag with each neighbour's place in the window; arguments as in `from_coords`."""
         if self.window > 15:  # more places than a byte has values
             return self
+        longest = self.most_neighbours if lattice == "floor" else self.most_listed
         owners = torch.arange(self.num_rows, device=coords.device)
         owners = owners.repeat_interleave(self.neighbour_count, output_size=len(self.neighbours))  # (E,)
         places = window_places((owners, self.neighbours), coords, float(stride), self.window, lattice)
-        return replace(self, places=places)
+        return replace(self, places=places, longest=longest if longest > self.most_neighbours else None)
 
     def with_features(self, features: Tensor) -> Self:
         """The same lists with h_local of these raw features, (B * L, C); features that are not finite are refused."""

@@ -164,7 +164,7 @@ def test_what_would_wait_is_refused(wait):
             wait(x)
 
 
-@pytest.mark.parametrize("arm", PAPER)
+@pytest.mark.parametrize("arm", [*PAPER, *OTHERS])
 def test_no_step_and_no_prediction_waits_for_a_device(arm):
     model, bags = make_model(arm), make_bags(9, 20)
     keep = model.draw_keep(2)
