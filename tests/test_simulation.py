@@ -1,5 +1,7 @@
 """Generated cohorts over two dials: what the dials do, that nothing is computed twice, and what the differences are."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -78,6 +80,73 @@ def test_simulate_computes_each_run_once_and_goes_on_from_its_table(tmp_path, mo
     again = gated_srp.simulate(study, out=tmp_path / "other", table=table)
     assert table.read_bytes() == before
     pd.testing.assert_frame_equal(again.differences, found.differences, rtol=1e-4)
+
+
+@pytest.fixture
+def fake_runs(monkeypatch):
+    """Runs of no time; the list of what ran."""
+    ran = []
+
+    def run(cell, point):
+        ran.append(point.key(cell.row))
+        return pd.DataFrame([(*ran[-1], "macro_auc", 0.5)], columns=[*simulation.KEY, "metric", "value"])
+
+    def cells(point, arms, home):
+        home.mkdir(parents=True)
+        return tuple(SimpleNamespace(row=arm) for arm in arms)
+
+    for name, stub in (("_run", run), ("_cells", cells), ("draw_diagram", lambda *_: [])):
+        monkeypatch.setattr(simulation, name, stub)
+    return ran
+
+
+CHANGES = {
+    "recipe": {"recipe": PLAN["recipe"] | {"strength": 9.0}},
+    "patients": {"patients": [7, 4, 6]},
+    "settings": {"settings": PLAN["settings"] | {"train": {"epochs": 99}}},
+    "dials": {"diagrams": {"toy": PLAN["diagrams"]["toy"] | {"x": {"dial": "noise", "values": [0.5, 2]}}}},
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_a_plan_that_was_edited_takes_over_no_results_of_before(part, tmp_path, fake_runs):
+    gated_srp.simulate(write_plan(tmp_path), out=tmp_path)
+    fake_runs.clear()
+    before = {path: path.read_bytes() for path in tmp_path.glob("results*")}
+    edited = write_plan(tmp_path, **CHANGES[part])
+    with pytest.raises(UserError, match=f"results.csv: diagram 'toy' was computed with other {part}.*another --out"):
+        gated_srp.simulate(edited, out=tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.glob("results*")} == before and not fake_runs
+    gated_srp.simulate(edited, out=tmp_path / "other")
+    assert len(fake_runs) == 8
+    more = PLAN["diagrams"] | {"more": PLAN["diagrams"]["toy"] | {"seeds": [3]}}
+    fake_runs.clear()
+    gated_srp.simulate(write_plan(tmp_path, seeds=[1, 2, 3], diagrams=more), out=tmp_path)
+    assert len(fake_runs) == 4 + 4  # another seed and another diagram of one seed: results of before stay
+
+
+def test_a_table_from_before_plans_were_kept_goes_on_unchanged(tmp_path, fake_runs):
+    plan = write_plan(tmp_path)
+    gated_srp.simulate(plan, out=tmp_path)
+    (tmp_path / "results.plan.json").unlink()
+    fake_runs.clear()
+    before = (tmp_path / "results.csv").read_bytes()
+    gated_srp.simulate(write_plan(tmp_path, **CHANGES["recipe"]), out=tmp_path)
+    assert not fake_runs and (tmp_path / "results.csv").read_bytes() == before
+    assert not (tmp_path / "results.plan.json").exists()  # nobody knows with what it was computed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reference": "naa"}, "reference 'naa' is not among the arms of toy"),
+        ({"metric": None}, "missing or unknown: metric of toy"),
+    ],
+)
+def test_a_plan_that_could_not_be_read_at_its_end_is_refused_before_anything_runs(changes, words, tmp_path):
+    toy = {name: value for name, value in PLAN["diagrams"]["toy"].items() if name not in changes}
+    with pytest.raises(UserError, match=words):
+        read_plan(write_plan(tmp_path, diagrams={"toy": toy}, reference=changes.get("reference", "na")))
 
 
 def test_differences_are_paired_by_seed_with_the_plain_t_interval():

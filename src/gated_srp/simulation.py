@@ -6,6 +6,7 @@ a cohort of its own, so that differences of seeds are independent and the plain 
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -17,10 +18,10 @@ import yaml
 
 from gated_srp.demo import Recipe, generate
 from gated_srp.errors import UserError
-from gated_srp.files import write_whole
+from gated_srp.files import write_json, write_whole
 from gated_srp.models import arm_title
 from gated_srp.progress import Event, Progress, silent
-from gated_srp.records import parse_numbers
+from gated_srp.records import Record, parse_numbers, read_record
 from gated_srp.study.cells import Cell, Row, plan
 from gated_srp.study.statistics import t_test
 
@@ -68,7 +69,8 @@ def simulate(
     Args:
         study: the plan's YAML: seeds, reference, recipe, patients, settings and diagrams.
         out: folder for the runs in progress and the figures.
-        table: where results are added run by run, OUT/results.csv by default; what it has is not computed again.
+        table: where results are added run by run, OUT/results.csv by default; what it has is not computed again. Beside it results.plan.json
+            keeps what they were computed with: a plan with another recipe, other patients, settings or dials is refused.
         progress: called with an `Event` after each run.
 
     Returns:
@@ -81,6 +83,7 @@ def simulate(
     content, out = read_plan(Path(study)), Path(out).absolute()
     path = Path(table) if table else out / "results.csv"
     results = read_table(path)
+    _keep_plan(content, path, results)
     done = set(results[KEY].itertuples(index=False, name=None))
     points = list(points_of(content))
     total = sum(len(point.arms) for point in points)
@@ -109,7 +112,9 @@ def read_plan(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         dials = [one[axis]["dial"] for one in content["diagrams"].values() for axis in ("x", "y")]
         absent = {"seeds", "reference", "recipe", "patients", "settings"} - set(content)
+        absent |= {f"metric of {name}" for name, one in content["diagrams"].items() if "metric" not in one}
         unknown = sorted({*absent, *(dial for dial in dials if dial not in _DIALS | {"slides"} and "." not in dial)})
+        alone = [name for name, one in content["diagrams"].items() if content.get("reference") not in one["arms"]]
         for _ in () if unknown else points_of(content):
             pass
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -118,7 +123,38 @@ def read_plan(path: Path) -> dict[str, Any]:
     if unknown:
         cure = f"Expected seeds, reference, recipe, patients, settings, diagrams; dials: slides, a setting, {', '.join(sorted(_DIALS))}."
         raise UserError(f"missing or unknown: {', '.join(unknown)}", where=path, cure=cure)
+    if alone:
+        what = f"reference {content['reference']!r} is not among the arms of {', '.join(alone)}"
+        raise UserError(what, where=path, cure="Differences are to it: add it to the arms of every diagram.")
     return content
+
+
+def _keep_plan(content: Mapping[str, Any], table: Path, results: pd.DataFrame) -> None:
+    """What the results of each diagram are computed with, beside their table; refused where the plan says otherwise by now.
+
+    Seeds, values of dials and arms may be added. A table of before that was kept has no such file, and is taken as it is.
+    """
+    path, stored = table.with_suffix(".plan.json"), {}
+    if path.is_file():
+        cure = "Give the plan a table of its own (--table, or another --out)."
+        stored = read_record(path, Record, cure=cure)
+    elif len(results):
+        return
+    for name, one in content["diagrams"].items():
+        facts = {
+            "recipe": content["recipe"] | one.get("recipe", {}),
+            "patients": content["patients"],
+            "settings": content["settings"] | one["task"],
+            "dials": [one[axis]["dial"] for axis in ("x", "y")],
+        }
+        facts, before = json.loads(json.dumps(facts, default=str)), stored.get(name)
+        other = [part for part, value in facts.items() if not isinstance(before, dict) or before.get(part) != value]
+        if other and name in set(results["diagram"]):
+            what = f"diagram {name!r} was computed with other {', '.join(other)} than the plan has now"
+            cure = "Give the new plan a table of its own (--table, or another --out), or the diagram another name."
+            raise UserError(what, where=table, cure=cure)
+        stored[name] = facts
+    write_json(path, stored)
 
 
 def read_table(path: Path) -> pd.DataFrame:
