@@ -241,3 +241,8 @@ def test_a_cell_begun_from_named_weights_does_not_pass_for_one_from_fresh_ones(t
     ):
         with pytest.raises(UserError, match=r"gated_srp/seed42: was begun from .*seed43.*, not from fresh weights"):
             refused()
+
+
+def test_an_arm_may_set_a_section_that_the_cohort_lacks(tmp_path):
+    (cell,) = cells(tmp_path, ("gated_srp@covariates.numeric=age",), (42,), table=tmp_path / "table.csv")
+    assert cell.config.covariates.numeric == ("age",) and "covariates.numeric=age" in cell.key.parts[-4]

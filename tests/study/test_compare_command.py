@@ -89,9 +89,17 @@ def test_a_reference_that_is_not_compared_is_refused(cohort, app):
     assert "not among the arms: xsa, diff" in str(shown.exception)
 
 
-def test_a_seed_that_is_none_is_refused(cohort, app):
-    shown = CliRunner().invoke(app, [str(cohort), "--seeds", "42,x"])
-    assert "'x' is no seed" in str(shown.exception)
+def test_an_option_that_says_nothing_is_refused_before_anything_runs(cohort, app, tmp_path):
+    for option, given, said in (
+        ("--seeds", "42,x", "'x' is no seed"),
+        ("--seeds", "46-42", "'46-42' has no seed in it. Write 42-46."),
+        ("--seeds", ",", "--seeds: ',' names nothing"),
+        ("--arms", " , ", "--arms: ' , ' names nothing"),
+        ("--margin", "0", "margin: 0, expected a positive number"),
+    ):
+        shown = CliRunner().invoke(app, [str(cohort), option, given, "--out", str(tmp_path)])
+        assert isinstance(shown.exception, UserError) and said in str(shown.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_terminal_shows_one_table_and_a_pipe_lines(cohort, tmp_path):

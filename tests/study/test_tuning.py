@@ -134,6 +134,24 @@ def test_nothing_is_chosen_from_an_unfinished_grid(tmp_path):
         choose(tuning_table(found))
 
 
+def test_a_seed_that_failed_wholly_is_refused_and_nothing_is_frozen(tmp_path, monkeypatch):
+    cohort = open_config(write_cohort(tmp_path, slides=16))
+    split = open_cohort(cohort).split(42, 0).hash
+    for cell in tuning_cells(cohort, "gated_srp", [42]):
+        finish(cell, split=split)
+
+    def fails(board, slots):
+        for cell in board.of("waiting"):
+            board.set(cell, "failed", UserError("no luck"))
+
+    monkeypatch.setattr("gated_srp.study.engine.run_local", fails)
+    with pytest.raises(UserError, match=r"seed 43: no setting is finished.*no luck"):
+        gated_srp.tune(cohort, seeds=[42, 43])
+    assert not frozen_path(cohort).exists()
+    with pytest.raises(UserError, match="na has no gate"):
+        gated_srp.tune(cohort, arm="na", seeds=[42])
+
+
 def test_compare_finds_what_was_frozen_and_runs_the_very_same_cells(tmp_path):
     cohort = config(tmp_path)
     grid = tuned(tmp_path, {42: (2.0, 32), 43: (1.0, 64)})

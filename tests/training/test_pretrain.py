@@ -11,8 +11,9 @@ import pytest
 import torch
 from factories import write_trident
 from test_training_resume import wait_for_states
-from toy_cohorts import SMALL, open_config, planted, write_cohort
+from toy_cohorts import SMALL, open_config, planted, write_cohort, write_yaml
 
+from gated_srp.config.cohort import open_cohort
 from gated_srp.errors import UserError
 from gated_srp.files import read_tensors, write_tensors
 from gated_srp.models import build_model, load_model
@@ -22,7 +23,7 @@ from gated_srp.training.callbacks import RunCallbacks
 from gated_srp.training.inputs import load_inputs
 from gated_srp.training.optim import start_weights
 from gated_srp.training.predict import predict
-from gated_srp.training.pretrain import pretrain
+from gated_srp.training.pretrain import pretrain, pretraining_slides
 from gated_srp.training.seen import read_seen
 from gated_srp.training.train import train
 
@@ -91,6 +92,21 @@ def test_files_of_a_folder_are_used_unless_they_may_be_of_validation_or_test(hom
         pretrain(home, arm="na", seed=42, unlabelled=[tmp_path / "empty"], out=tmp_path / "other")
     with pytest.raises(UserError, match=r"holds a run with other settings: pretraining\.unlabelled"):
         pretrain(home, arm="na", seed=42, **how)
+
+
+def test_a_barcode_tells_the_patient_whatever_the_table_calls_them(tmp_path):
+    rows = ["slide,case,label"]
+    for i in range(12):
+        for folder, section in (("feats", "DX1"), ("more", "DX2"), ("feats", "DX3")):
+            write_trident(tmp_path / folder, f"TCGA-AA-{i:04d}-01Z-00-{section}", planted(i, 1.0))
+        rows += [f"TCGA-AA-{i:04d}-01Z-00-DX1,pat{i},{'ab'[i % 2]}", f"TCGA-AA-{i:04d}-01Z-00-DX3,other{i},"]
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    data = open_cohort(open_config(write_yaml(tmp_path, target="label")))
+    slides = data.slides(42).set_index("slide")["part"].rename(lambda slide: slide[:12])
+    found, _ = pretraining_slides(data, data.split(42), [tmp_path / "more"])
+    for section in ("DX2", "DX3"):
+        added = [slide[:12] for slide in found["slide"] if slide.endswith(section)]
+        assert added == [patient for patient in slides.index if slides[patient] == "train"]
 
 
 def test_killed_it_goes_on_bit_for_bit_with_workers_and_a_cache_or_without(home, done, tmp_path):

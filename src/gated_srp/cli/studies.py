@@ -73,7 +73,7 @@ def compare(
 
     with _study(jobs, yes, engine, address) as running:
         how: dict[str, Any] = {
-            "arms": _words(arms),
+            "arms": _words(arms, "--arms"),
             "seeds": _numbers(seeds),
             "reference": reference,
             "quick": quick,
@@ -86,7 +86,7 @@ def compare(
         if targets is None:
             found: CompareResult | TargetsResult = gated_srp.compare(cohort, **how, **running)
         else:
-            found = gated_srp.compare_targets(cohort, _words(targets), **how, **running)
+            found = gated_srp.compare_targets(cohort, _words(targets, "--targets"), **how, **running)
     if not _submitted(found.scripts):
         say(f"\n{found.verdict}")
         say(f"written: {found.folder} ({counted(len(found.files), 'file')})")
@@ -117,7 +117,7 @@ def crossval(
     import gated_srp
 
     with _study(jobs, yes, engine, address) as running:
-        which: dict[str, Any] = {"folds": folds, "arms": _words(arms), "seed": seed, "reference": reference}
+        which: dict[str, Any] = {"folds": folds, "arms": _words(arms, "--arms"), "seed": seed, "reference": reference}
         where: dict[str, Any] = {"settings": changes(change), "out": out, "tables": tables, "bootstrap": bootstrap}
         found = gated_srp.crossval(cohort, **which, **where, **running)
     if not _submitted(found.scripts):
@@ -155,11 +155,18 @@ def tune(
     import gated_srp
 
     with _study(jobs, yes, engine, address) as running:
-        how = {"settings": changes(change), "out": out, "gate_lr": tuple(map(_factor, _words(gate_lr))), **running}
+        how = {
+            "settings": changes(change),
+            "out": out,
+            "gate_lr": tuple(map(_factor, _words(gate_lr, "--gate-lr"))),
+            **running,
+        }
         found = gated_srp.tune(cohort, arm=arm, seeds=_numbers(seeds), quick=quick, **how)
     if not _submitted(found.scripts):
         say(found.verdict)
         say(f"written: {found.files[0]}; `gated-srp compare` shows it as {arm}_tuned")
+    if found.failed:
+        raise typer.Exit(1)
 
 
 def reproduce(
@@ -194,7 +201,7 @@ def reproduce(
             name,
             features=_by_cohort(features, "features"),
             labels=_by_cohort(labels, "labels"),
-            cohorts=_words(cohorts),
+            cohorts=_words(cohorts, "--cohorts"),
             seeds=_numbers(seeds),
             out=out,
             settings=changes(change),
@@ -350,8 +357,13 @@ def _by_cohort(given: list[str] | None, option: str) -> dict[str, Path]:
     return found
 
 
-def _words(given: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
+def _words(given: str | None, option: str) -> tuple[str, ...]:
+    """What an option names, each once; nothing where it is not given. One that names nothing would pass for one that was not given."""
+    found = tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
+    if given is not None and not found:
+        cure = "Write names with commas between them, or leave the option out."
+        raise UserError(f"{given!r} names nothing", where=option, cure=cure)
+    return found
 
 
 def _factor(word: str) -> float:
@@ -367,9 +379,11 @@ def _numbers(given: str | None) -> tuple[int, ...]:
     (42, 43, 44, 50)
     """
     found: list[int] = []
-    for word in _words(given):
+    for word in _words(given, "--seeds"):
         first, dash, last = word.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise UserError(f"{word!r} is no seed", where=f"--seeds {given}", cure="Expected e.g. 42,43,44 or 42-46.")
+        if dash and int(last) < int(first):
+            raise UserError(f"{word!r} has no seed in it", where=f"--seeds {given}", cure=f"Write {last}-{first}.")
         found += range(int(first), int(last if dash else first) + 1)
     return tuple(dict.fromkeys(found))

@@ -135,7 +135,7 @@ def changed(config: CohortConfig, changes: Mapping[str, Any], arm: str) -> Cohor
 
     def value(settings: Mapping[str, Any], key: str) -> Any:
         section, _, name = key.rpartition(".")
-        return (settings[section] if section else settings)[name]
+        return ((settings.get(section) or {}) if section else settings).get(name)  # a section may be absent
 
     different = {key: one for key, one in sorted(changes.items()) if value(base, key) != value(asked, key)}
     if not different:

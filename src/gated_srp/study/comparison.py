@@ -22,6 +22,7 @@ from gated_srp.study.results import (
     LOWER_IS_BETTER,
     Comparison,
     StudyResult,
+    check_margin,
     compare_results,
     html,
     read_results,
@@ -124,6 +125,7 @@ def compare(
     from gated_srp.study.engine import Running, run_cells
     from gated_srp.study.tuning import tuned_rows
 
+    check_margin(margin)  # not after all cells have trained
     running = Running(jobs, engine, address, confirm, progress)
     config = with_changes(cohort, settings, out)
     arms, seeds, note = tuple(arms or config.arms), tuple(seeds or config.seeds), ""

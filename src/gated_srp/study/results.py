@@ -233,6 +233,13 @@ def find_arm(results: pd.DataFrame, name: str) -> str:
     return alike[0]
 
 
+def check_margin(margin: float) -> None:
+    """What "no worse" is asked by must be positive."""
+    if not margin > 0:
+        cure = "Say by how much counts as worse."
+        raise UserError(f"{margin:g}, expected a positive number", where="margin", cure=cure)
+
+
 def compare_results(
     results: pd.DataFrame,
     reference: str,
@@ -244,10 +251,7 @@ def compare_results(
     unit: str = "seed",
 ) -> Comparison:
     """Every other arm against the reference, per cohort (paired by seed, or by another ``unit``) and across cohorts (paired by cohort)."""
-    if not margin > 0:
-        raise UserError(
-            f"{margin:g}, expected a positive number", where="margin", cure="Say by how much counts as worse."
-        )
+    check_margin(margin)
     reference = find_arm(results, reference)
     cohorts = list(_cohort_cells(results, reference, ratio, lower_is_better))
     across = list(_across_cells(cohorts, lower_is_better))

@@ -18,7 +18,7 @@ from gated_srp.config.cohort import CohortConfig
 from gated_srp.config.load import with_changes
 from gated_srp.errors import UserError
 from gated_srp.files import write_whole
-from gated_srp.models import TUNED, Sizes
+from gated_srp.models import TUNED, Sizes, find_arm
 from gated_srp.progress import Progress, silent
 from gated_srp.study.cells import Cell, Row, folds, plan, quick_version, refuse_unpaired, unit_name
 from gated_srp.study.results import StudyResult, html
@@ -117,6 +117,10 @@ def tune(
         return TuneResult(arm, config.metric, tuning_table(()), script=ran.script)
     refuse_unpaired(cells)
     grid = tuning_table(cells)
+    if absent := list(dict.fromkeys(cell.unit for cell in cells if cell.unit not in set(grid["unit"]))):
+        what = f"no setting is finished, so none is chosen for any seed; the first failed with: {next(iter(ran.failed.values()), 'no reason')}"
+        cure = "Mend what failed and start the same command again."
+        raise UserError(what, where=f"seed {', '.join(absent)}", cure=cure)
     choices = choose(grid, rates=len(gate_lr) or 1)
     path = freeze(config, arm, choices)
     beside = path.with_name("tuning.csv")
@@ -132,6 +136,9 @@ def tuning_cells(
     config: CohortConfig, arm: str, seeds: Sequence[int], *, gate_lr: Sequence[float] = ()
 ) -> tuple[Cell, ...]:
     """The grid for every seed (and fold). `compare` then shows the run of the chosen cell itself."""
+    if not find_arm(arm).gated:
+        cure = "Name one that has: gated_srp, say. `gated-srp arms` lists them."
+        raise UserError(f"{arm} has no gate, so all settings would be one model", where="arm", cure=cure)
     rates = gate_lr or (config.train.gate_lr,)
     grid = [
         dict(zip(_SETTING.values(), (delta, width, float(rate)), strict=True))

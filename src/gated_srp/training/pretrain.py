@@ -164,11 +164,15 @@ def pretraining_slides(
     columns = ["slide", "case", "file", "part"]
     labelled = data.with_parts(split)[columns]
     parts = assign_parts(split, data.table)
-    held = set(data.table.frame["case"][parts.isin(["val", "test"])])
+    theirs = data.table.frame[parts.isin(["val", "test"])]
+    held = {*theirs["case"], *map(tcga_patient, theirs["slide"])} - {
+        None
+    }  # a barcode tells the patient, whatever the table calls them
     more, notes = [], []
     rows = data.table.unlabelled
     if rows is not None and len(rows):
-        free = rows[~rows["case"].isin(held) & ~rows["slide"].isin(data.table.frame["slide"])]
+        of_held = rows["case"].isin(held) | rows["slide"].map(tcga_patient).isin(held)
+        free = rows[~of_held & ~rows["slide"].isin(data.table.frame["slide"])]
         found = (
             match_features(list(free["slide"]), list(data.matches.unused), data.config.exclude)[0].found
             if len(free)
