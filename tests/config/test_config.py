@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gated_srp.config import COHORTS, load_config, open_cohort
-from gated_srp.config.load import read_settings
+from gated_srp.config.load import read_settings, with_changes
 from gated_srp.data import write_split
 from gated_srp.errors import UserError
 
@@ -311,3 +311,46 @@ def test_a_preset_reads_its_public_files_and_its_published_split(cohort, tmp_pat
     data = open_cohort(load_config(cohort("cohort: KGH\nlabels: kgh.csv\nfeatures: job\n")))
     assert data.split(42) == COHORTS["KGH"].read_split(tmp_path / "kgh.csv", 42)
     assert len(data.slides(42)) == 23
+
+
+def test_the_task_is_found_with_the_columns_that_were_named(tmp_path):
+    rows = "".join(f"s{i},c{i},P{i // 2},{'ab'[i % 2]}\n" for i in range(6))
+    (tmp_path / "t.csv").write_text("slide_id,case_id,patient_id,label\n" + rows)
+    (tmp_path / "c.yaml").write_text("table: t.csv\nfeatures: .\ncase: patient_id\n")
+    assert load_config(tmp_path / "c.yaml").task == "classification"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train": {"epochs": 2}},
+        {"train.epochs": 2, "train": {"lr": 1}},
+        {"bag": "patient"},
+        {"task": "regression", "target": "num"},
+        {"task": "survival", "target": None, "time": "num", "event": "label"},
+        {"target": None, "time": "num", "event": "label"},
+        {"target": ["label", "other"]},
+        {"cache": "kept"},
+        {"cache.dtype": "float16", "folds": 5},
+        {"encoder": "UNI2-h"},
+        {"cohort": "BRACS", "task": None},
+        {"images": "pictures", "features": [], "cache": {"folder": None}},
+        {"model": {"dim": 48}, "exclude": ["s1"], "cap": 7, "seeds": 1, "features": "elsewhere"},
+        {"metric": "accuracy", "score": "case", "missing": []},
+        {"covariates": {"numeric": ["num"]}, "regions": {"annotations": "drawn", "only": "tumour"}, "out": "runs2"},
+    ],
+)
+@pytest.mark.parametrize(
+    "more", ["", "\ntrain: {lr: 0.5, epochs: 16}\nseeds: [1, 2]\nmetric: auc\ncache: {folder: c, dtype: float32}"]
+)
+def test_changes_mean_the_same_to_a_config_as_to_its_file(tmp_path, monkeypatch, changes, more):
+    (tmp_path / "t.csv").write_text(
+        "slide,case,label,other,num\n" + "".join(f"s{i},p{i},{i % 2},1,{i}.5\n" for i in range(9))
+    )
+    (tmp_path / "c.yaml").write_text(f"table: t.csv\nfeatures: .\ntarget: label{more}\n")
+    monkeypatch.chdir(tmp_path / "..")
+    if (more and {"task", "time"} & changes.keys()) or (more and isinstance(changes.get("target"), list)):
+        changes = {**changes, "metric": "x"}  # the file's own is of classes alone
+    before = load_config(tmp_path / "c.yaml")
+    assert with_changes(before, changes) == with_changes(tmp_path / "c.yaml", changes)

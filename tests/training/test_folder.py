@@ -52,7 +52,9 @@ def test_train_takes_a_yaml_or_a_config_and_changed_settings(cohort, tmp_path):
     assert {event.stage for event in events} == {"files", "bags", "train"} and events[-1].text.endswith(
         by_last(by_file)
     )
-    with pytest.raises(UserError, match=r"settings: train\.epochs: Input should be greater than or equal to 1"):
+    with pytest.raises(
+        UserError, match=r"beside toy.*: train\.epochs: input should be greater than or equal to 1, found 0"
+    ):
         gated_srp.train(open_config(cohort), settings={"train.epochs": 0})
 
 

@@ -65,14 +65,18 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     settings = read_settings(path)
     home = settings.path.absolute().parent
     values = {key: _placed(key, value, home, settings) for key, value in settings.values.items()}
-    _override(values, overrides or {}, settings)
-    _complete(values, settings)
-    try:
-        config = CohortConfig.model_validate(values)
-    except ValidationError as error:
-        raise _explained(error, settings) from None
+    config = _validated(values, overrides or {}, settings)
     logging.getLogger(__name__).debug("%s: %s", path, config.model_dump_json(exclude_defaults=True))
     return config
+
+
+def _validated(values: dict[str, Any], overrides: Mapping[str, Any], settings: Settings) -> CohortConfig:
+    _override(values, overrides, settings)
+    _complete(values, settings)
+    try:
+        return CohortConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, settings) from None
 
 
 def with_changes(
@@ -82,15 +86,28 @@ def with_changes(
     changes = dict(settings or {}) | ({"out": str(out)} if out else {})
     if not isinstance(cohort, CohortConfig):
         return load_config(cohort, changes)
-    plain = cohort.model_dump()
-    for key, value in changes.items():
-        section, _, inner = key.partition(".")
-        plain[section] = {**(plain.get(section) or {}), inner: value} if inner else value
-    try:
-        return CohortConfig.model_validate(plain) if changes else cohort
-    except ValidationError as error:
-        found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-        raise UserError("; ".join(found), where="settings") from None
+    return _validated(_said(cohort, changes), changes, Settings(Path(cohort.name), {})) if changes else cohort
+
+
+def _said(cohort: CohortConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A cohort's settings as plain values, without what `_complete` would fill in: another task or preset fills in its own.
+
+    A value that somebody wrote into the file and that is the usual one cannot be told from it.
+    """
+    plain = cohort.model_dump(mode="json")
+    open_keys = {"metric", "score", "train"}
+    open_keys |= {"name", "cap", "seeds", "classes"} if cohort.cohort or "cohort" in changes else set()
+    open_keys |= {"arms", "model"} if cohort.images or "images" in changes else set()
+    columns = {"target", "time", "event", "censorship", "table"} & changes.keys()
+    open_keys |= {"task"} if columns and "task" not in changes else set()  # which may take a look into the table
+    bare = {key: value for key, value in plain.items() if key not in open_keys}
+    usual = _validated(bare, {}, Settings(Path(cohort.name), {})).model_dump(mode="json")
+    for key in open_keys:
+        if isinstance(plain[key], dict):
+            plain[key] = {name: value for name, value in plain[key].items() if usual[key][name] != value}
+        elif plain[key] == usual[key]:
+            del plain[key]
+    return plain
 
 
 def for_arm(config: CohortConfig, arm: str) -> CohortConfig:
@@ -200,7 +217,10 @@ def _task_of(values: dict[str, Any]) -> Any:
     if not isinstance(values.get("table"), str):
         return None
     frame, _ = read_frame(values["table"], sheet=values.get("sheet"))
-    return resolve_columns(frame, Columns(), None, Path(values["table"]))[1]
+    named = {key: values[key] for key in ("slide", "case", "site") if isinstance(values.get(key), str)}
+    if values.get("slides"):  # then the slides are a column of the other table
+        named.pop("slide", None)
+    return resolve_columns(frame, Columns(**named), None, Path(values["table"]))[1]
 
 
 def _explained(error: ValidationError, settings: Settings) -> UserError:
