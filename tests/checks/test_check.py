@@ -26,6 +26,7 @@ from gated_srp.checks.check import check
 from gated_srp.checks.findings import facts_in_words
 from gated_srp.checks.survey import look_at, survey
 from gated_srp.cli import cohorts as commands
+from gated_srp.config.cohort import open_cohort
 from gated_srp.config.load import load_config
 from gated_srp.data.prepared import Preparation
 from gated_srp.errors import UserError
@@ -198,6 +199,22 @@ def test_mixed_widths_and_encoders_are_errors_that_name_the_minority(tmp_path):
     assert "uni_v2 (3 files), gigapath (1 file)" in found["mixed_encoders"].what
 
 
+def test_patches_of_several_sizes_of_tissue_are_warned_about(tmp_path):
+    write_trident(tmp_path, "a", make_slide(0))  # 512 px at 40x
+    write_trident(tmp_path, "b", make_slide(1), level0=20)  # 256 px at 20x: the same tissue
+    assert not [note for note in check(tmp_path).notes if note.kind == "mixed_magnifications"]
+    slide = make_slide(2)
+    odd = write_trident(tmp_path, "c", slide)
+    with h5py.File(odd, "a") as file:  # 10x: 1024 px at 40x
+        file["coords"][...] = slide.cells * 1024
+        file["coords"].attrs.update({"patch_size_level0": 1024, "target_magnification": 10.0})
+    found = check(tmp_path)
+    (said,) = [note for note in found.notes if note.kind == "mixed_magnifications"]
+    assert said.level == "warning" and said.where == (str(odd),)
+    assert "128 um (2 files), 256 um (1 file)" in said.what
+    assert {file.path.stem: file.stride_um for file in found.files} == {"a": 128.0, "b": 128.0, "c": 256.0}
+
+
 def test_duplicates_zeros_and_second_lattices_are_warnings(tmp_path):
     slide = make_slide(columns=6, rows=6, kept=1.1)
     cells, features = slide.cells, slide.features
@@ -226,6 +243,24 @@ def test_slides_without_a_file_with_several_and_files_without_a_slide_are_told(t
     assert len(_noted(found)["several_files"].where) == 2
     assert _noted(found, "note")["unused"].where == (str(tmp_path / "feats" / "h5_files" / "other.h5"),)
     assert not found.ok
+
+
+def test_a_file_whose_name_goes_on_after_the_slides_id_is_said_to_be_taken(tmp_path):
+    folder = tmp_path / "features"
+    for name in ("a", "b-2", "c"):
+        write_trident(folder, name, make_slide(0))
+    (tmp_path / "t.csv").write_text("slide,case,label\na,1,x\nb,2,y\nc,3,x\n")
+    (tmp_path / "c.yaml").write_text("table: t.csv\nfeatures: features\ntarget: label\n")
+    (said,) = [note for note in check(tmp_path / "c.yaml").notes if note.kind == "longer_names"]
+    assert said.level == "warning" and said.where == ("b",) and "(b: b-2.h5)" in said.what
+    assert "b: taken from b-2.h5, whose name begins so" in [
+        note.what for note in open_cohort(load_config(tmp_path / "c.yaml")).notes
+    ]
+    (tmp_path / "t.csv").write_text("slide,case,label\nx,1,x\ny,2,y\n")
+    for name in ("x_feats", "y_feats"):  # one habit of naming, not one slide
+        write_trident(folder, name, make_slide(0))
+    (said,) = [note for note in check(tmp_path / "c.yaml").notes if note.kind == "longer_names"]
+    assert said.level == "note" and said.where == ("x", "y")
 
 
 def test_a_patient_on_both_sides_of_a_split_is_an_error(tmp_path):

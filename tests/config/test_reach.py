@@ -9,7 +9,8 @@ from study.study_cells import config
 from training.toy_cohorts import write_cohort
 
 import gated_srp
-from gated_srp.config.reach import Reach, gate_reach, gates_moved
+from gated_srp.config import load_config
+from gated_srp.config.reach import Reach, gate_reach, gates_moved, unnamed_encoder
 from gated_srp.srp import PatchGraph, SignedGate
 from gated_srp.training.optim import learning_rate, make_optimiser
 
@@ -97,3 +98,22 @@ def test_check_train_and_compare_say_before_how_far_gates_can_move_and_after_how
     assert "gates of gated_srp in the last epoch: mean beta by layer" in found.verdict
     log = (tmp_path / "runs" / "toy" / "gated_srp" / "seed42" / "log.txt").read_text()
     assert "the gates can take beta to about" in log and "gates in the last epoch: mean beta by layer" in log
+
+
+@pytest.mark.parametrize(
+    ("more", "encoders", "said"),
+    [
+        ("", ["uni_v2"], 0),
+        ("", ["vit_b16"], 1),
+        ("", ["an encoder that the paper has not"], 0),
+        ("encoder: vit_b16", ["vit_b16"], 0),
+        ("model: {delta: 1, hidden_dim: 8}", ["vit_b16"], 0),
+    ],
+)
+def test_a_preset_whose_files_are_of_another_encoder_than_its_gate_is_warned_of(tmp_path, more, encoders, said):
+    (tmp_path / "c.yaml").write_text(f"cohort: BRACS\nlabels: .\nfeatures: .\n{more}\n")
+    notes = list(unnamed_encoder(load_config(tmp_path / "c.yaml"), encoders))
+    assert len(notes) == said
+    for note in notes:
+        assert note.level == "warning" and "UNI-v2's gate is used (delta 0.5," in note.what
+        assert note.cure == "`encoder: vit_b16` takes the paper's for it: delta 2, hidden_dim 128."

@@ -252,6 +252,9 @@ def test_files_are_found_by_the_slides_names(tmp_path):
         (tmp_path / name).touch()
     found = find_annotations(tmp_path, ["s1", "s2", "s3"])
     assert {slide: path.name for slide, path in found.items()} == {"s1": "s1.svs.geojson", "s2": "s2_mask.png"}
+    (tmp_path / "s3-2.xml").touch()  # of another slide
+    assert "s3" not in find_annotations(tmp_path, ["s1", "s2", "s3"])
+    assert find_annotations(tmp_path, ["s2_mask", "s1"])["s2_mask"].name == "s2_mask.png"
     (tmp_path / "s1.svs.xml").touch()
     with pytest.raises(UserError, match="slide s1 has 2 files of annotations"):
         find_annotations(tmp_path, ["s1"])

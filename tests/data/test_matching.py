@@ -40,6 +40,15 @@ def test_a_prefix_ends_where_a_word_ends() -> None:
     assert match_slides(["s_1"], ["s_1-again.h5"]).found == {"s_1": Path("s_1-again.h5")}
 
 
+def test_files_that_are_found_by_how_their_names_begin_are_kept_apart_but_for_tcgas_uuids() -> None:
+    uuid = "TCGA-3Z-A93Z-01Z-00-DX1"
+    files = ["s_1-again.h5", "t.h5", f"{uuid}.79F4.h5", "v_patches.h5"]
+    matches = match_slides(["s_1", "t", uuid, "v"], files)
+    assert matches.by_prefix == ("s_1",) and matches.longer == {"s_1": "-again"} and len(matches.found) == 4
+    assert matches.report()[1:] == ("s_1: taken from s_1-again.h5, whose name begins so",)
+    assert match_slides(["TCGA-3Z-A93Z"], [f"{uuid}.79F4.h5"]).longer == {"TCGA-3Z-A93Z": "-01Z-00-DX1.79F4"}
+
+
 def test_a_file_named_in_full_by_one_slide_is_out_of_reach_of_another_slides_prefix() -> None:
     matches = match_slides(["s_1", "s_1_b"], ["s_1_b.h5"])
     assert matches.found == {"s_1_b": Path("s_1_b.h5")}

@@ -15,6 +15,7 @@ from gated_srp.cli import app
 from gated_srp.data.prediction_tables import read_any_predictions, stamp_table
 from gated_srp.errors import UserError
 from gated_srp.study.statistics import compare_areas, delong
+from gated_srp.tasks import find_task
 
 # DeLong --------------------------------------------------------------------------------------------------------------
 
@@ -170,6 +171,18 @@ def test_a_single_probability_and_loose_names_are_found(tmp_path):
     found, _ = read_any_predictions(tmp_path / "sklearn.csv")
     np.testing.assert_allclose(found["prob_1"], table["p"])
     assert found["predicted"].tolist() == [str(int(p > 0.5)) for p in table["p"]]
+
+
+def test_the_deviation_between_members_of_an_ensemble_is_no_class(tmp_path):
+    draw = np.random.default_rng(0).random(20)
+    table = pd.DataFrame({"slide": [f"s{i}" for i in range(20)], "case": [f"p{i}" for i in range(20)]})
+    table = table.assign(label=np.where(draw > 0.4, "b", "a"), predicted="a", prob_a=1 - draw, prob_b=draw)
+    table.assign(prob_a_std=0.01, prob_b_std=0.02).to_csv(tmp_path / "ensemble.csv", index=False)
+    found, _ = read_any_predictions(tmp_path / "ensemble.csv")
+    assert [name for name in found if name.startswith("prob_")] == ["prob_a", "prob_b"]
+    own = find_task("classification").metrics_of(table)
+    assert own is not None
+    assert find_task("classification").metrics_of(table.assign(prob_a_std=0.01, prob_b_std=0.02)) == own
 
 
 def test_the_folds_of_stamps_crossval_are_pooled_and_said(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
+from gated_srp.data.table import Columns, read_table
 from gated_srp.errors import UserError
 from gated_srp.tasks import Multilabel, selection_score
 
@@ -83,3 +84,10 @@ def test_a_label_other_than_zero_and_one_is_refused():
 def test_no_label_or_a_doubled_one_is_refused(labels):
     with pytest.raises(UserError, match="at least one label"):
         Multilabel(labels)
+
+
+@pytest.mark.parametrize("name", ["slide", "case", "site", "row", "file", "part", "slides"])
+def test_a_label_that_is_called_like_a_column_of_ours_is_refused(tmp_path, name):
+    (tmp_path / "t.csv").write_text(f"slide_id,case_id,{name},other\na,1,0,1\nb,2,1,0\n")
+    with pytest.raises(UserError, match=f"a label may not be called '{name}'"):
+        read_table(tmp_path / "t.csv", Columns(slide="slide_id", case="case_id", target=(name, "other")))

@@ -11,6 +11,8 @@ from scipy import stats
 from training.toy_cohorts import planted, write_yaml
 
 import gated_srp
+from gated_srp.data.covariates import Numeric
+from gated_srp.errors import UserError
 from gated_srp.tasks import find_task
 from gated_srp.tasks.regression import Regression
 
@@ -185,3 +187,18 @@ def test_another_unit_is_doubted():
     _, notes = task.matched(table_of(1000, 2000), (), where="out")
     assert "Are both in the same unit?" in notes[0].what
     assert task.matched(table_of(0, 2), (), where="out")[1] == ()
+
+
+@pytest.mark.parametrize("value", [0.1, 12.3, 1e6 + 0.1])
+def test_values_that_never_vary_are_known_in_spite_of_rounding(value):
+    same = np.full(37, value)
+    assert np.ptp(same) == 0
+    varied = np.random.default_rng(0).normal(size=37)
+    found = Regression().metrics(pd.DataFrame({"value": varied, "predicted_value": same}))
+    assert math.isnan(found["pearson"]) and math.isfinite(found["r2"])
+    found = Regression().metrics(pd.DataFrame({"value": same, "predicted_value": varied}))
+    assert math.isnan(found["pearson"]) and math.isnan(found["r2"])
+    with pytest.raises(UserError, match="one value only"):
+        Regression.fit(table_of(*same))
+    column = Numeric.fit("age", pd.Series(same))
+    assert column.std == 0.0 and column.places(value + 1) == [0.0]

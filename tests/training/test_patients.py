@@ -12,6 +12,7 @@ from toy_cohorts import WIDTH, open_config, planted, train_interrupted, write_co
 
 import gated_srp
 from gated_srp.data import BagCache, BagLoader, Preparation, SlideDataset, prepare
+from gated_srp.data import patients as patients_module
 from gated_srp.data.patients import PatientDataset, shares
 from gated_srp.errors import UserError
 from gated_srp.reports.maps import view_slide
@@ -92,6 +93,15 @@ def test_the_cap_is_of_the_bag_and_each_slide_is_thinned_as_by_itself(cohort):
     assert bag.num_patches == 22 and torch.equal(bag.features, torch.cat([one.features for one in alone]))
     with pytest.raises(UserError, match="a cap of 1 for the 2 slides of patient '01'"):
         _ = PatientDataset(SlideDataset(frame, Preparation(cap=1)))[0]
+
+
+@pytest.mark.parametrize("cap", [20, 1000])  # two slides of 11 patches: thinned, not thinned
+def test_the_share_of_a_cap_is_found_once_per_patient(cohort, monkeypatch, cap):
+    seen, real = [], patients_module.open_header
+    monkeypatch.setattr(patients_module, "open_header", lambda path, how: seen.append(path) or real(path, how))
+    bags = PatientDataset(SlideDataset(members_of(cohort.parent, "b01", "b00", "a01"), Preparation(cap=cap)))
+    first = [len(bags[i].features) for i in (0, 1)]
+    assert [len(bags[i].features) for i in (0, 1)] == first and len(seen) == 2
 
 
 def test_the_cache_and_workers_give_the_same_bags(cohort, tmp_path):

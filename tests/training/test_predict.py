@@ -13,10 +13,11 @@ from toy_cohorts import SMALL, WIDTH, open_config, planted, write_cohort, write_
 from typer.testing import CliRunner
 
 from gated_srp.cli import app
-from gated_srp.data import Preparation, prepare, read_header
+from gated_srp.data import BagLoader, Preparation, SlideDataset, prepare, read_header
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
 from gated_srp.tasks.metrics import curve_at
+from gated_srp.training import results as results_module
 from gated_srp.training.known import files_for, slide_names
 from gated_srp.training.predict import predict
 from gated_srp.training.train import train
@@ -255,6 +256,23 @@ def test_strides_are_compared_in_microns_where_both_sides_know_them(tmp_path):
     assert bare.stride_um is None and stride_problem(bare, trained) is None
     by_pixel = replace(half, magnification=None, mpp=0.5)
     assert by_pixel.stride_um == 128 and stride_problem(by_pixel, trained) is None
+
+
+def test_a_slide_of_one_patch_has_no_stride_to_compare(tmp_path):
+    one = Slide(np.array([[3, 4]]), np.ones((1, WIDTH), np.float32))
+    files = [write_clam(tmp_path / "f", "lone", one)]
+    header = read_header(files[0])
+    assert header.stride == 1.0 and not header.stride_known and header.stride_um is None
+    assert stride_problem(header, CARD["stride"]) is None
+    assert len(predict([model_file(tmp_path / "m.safetensors")], files, workers=0).table) == 1
+    said = read_header(write_trident(tmp_path / "g", "said", one, overlap=128))  # by its attributes: 256
+    assert said.stride_known and "256 px apart, but 512 px" in stride_problem(said, CARD["stride"]).what
+    usual = write_clam(tmp_path / "f", "usual", planted(0, 1.0))
+    frame = pd.DataFrame({"slide": ["lone", "usual"], "case": ["1", "2"], "file": [str(files[0]), str(usual)]})
+    with BagLoader(SlideDataset(frame, Preparation()), workers=0) as loader:
+        assert results_module._look_at_features(loader, [0, 1])["stride"] == [
+            {"value": 512.0, "unit": "px", "um": None}
+        ]
 
 
 def test_runs_that_do_not_belong_together_are_refused(tmp_path):

@@ -91,6 +91,17 @@ def test_a_test_file_of_another_encoder_is_refused_before_training(config):
         train(config)
 
 
+def test_a_file_of_another_magnification_is_warned_of_before_training(config):
+    inputs = inputs_module.load_inputs(config, 42)
+    assert inputs_module.check_files(inputs, config) == ()
+    _, file = slide_of(config, "test")
+    with h5py.File(file, "a") as content:
+        content["coords"][...] = content["coords"][...] * 2
+        content["coords"].attrs.update({"patch_size_level0": 1024, "target_magnification": 10.0})
+    (said,) = inputs_module.check_files(inputs, config)
+    assert said.level == "warning" and "128 um (15 files), 256 um (1 file)" in said.what and said.where == (str(file),)
+
+
 def test_headers_are_read_once_per_process_and_again_where_a_file_has_changed(config, monkeypatch):
     seen = []
     real = inputs_module.open_header

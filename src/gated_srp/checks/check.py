@@ -14,7 +14,7 @@ from gated_srp.checks import findings as found_by
 from gated_srp.checks.survey import FileFacts, reading_seconds, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
-from gated_srp.config.reach import gate_reach, trunk_of
+from gated_srp.config.reach import gate_reach, trunk_of, unnamed_encoder
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.files.stride import unnamed_source
 from gated_srp.data.prepared import Preparation
@@ -168,7 +168,8 @@ def _check_cohort(
         summary["patients"] = data.table.patients
         summary["labels"] = _about_labels(data.table)
         summary["split"] = _about_splits(data, splits)
-        trouble += _of_gates(data, splits)
+        encoders = {file.encoder for file in facts if file.usable and file.encoder}
+        trouble += [*_of_gates(data, splits), *unnamed_encoder(config, encoders)]
         trouble += _of_patients(data, splits, summary)
         if summary["patches"]["total"]:
             cost = _about_cost(data, facts, splits, machine or this_machine())
@@ -193,7 +194,7 @@ def _look(
     facts = survey(files, settings, deep=deep, workers=workers_for(len(files)), progress=progress)
     thin = found_by.of_neighbours(facts, window=settings.window, cap=settings.cap)
     trouble = [*found_by.of_files(facts), *found_by.of_encoders(facts), *thin, *found_by.of_regions(facts, settings)]
-    trouble += found_by.of_scales(facts, settings)
+    trouble += [*found_by.of_strides(facts), *found_by.of_scales(facts, settings)]
     return facts, _about_files(facts, settings, deep=deep), trouble
 
 

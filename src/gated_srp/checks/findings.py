@@ -23,6 +23,7 @@ from gated_srp.tasks import find_task
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
 _STRIDES = 5  # that are listed
+_SAME_SIZE = 1.1  # times: scans of one nominal magnification differ by a few percent
 _NONE = 0.1  # neighbours per patch below which there is nothing to correct at all
 _CURE = "Correct it, then check again."
 
@@ -61,6 +62,20 @@ def of_files(facts: Sequence[FileFacts]) -> Iterator[Note]:
         what = f"{100 * share:.0f} % of the patches share a lattice cell with another: several lattices in one slide"
         cure = "Set lattice: exact (CLAM and AtlasPatch start a lattice at each piece of tissue)."
         yield Note("warning", "lattice", what, tuple(str(file.path) for file in crowded), cure)
+
+
+def of_strides(facts: Sequence[FileFacts]) -> Iterator[Note]:
+    """Patches of several sizes of tissue: magnifications that were mixed. Level-0 pixels alone say nothing of that."""
+    known = [(file.stride_um, file.path) for file in facts if file.usable and file.stride_um]
+    sizes = Counter(round(um, 1) for um, _ in known)
+    if not sizes or max(sizes) <= _SAME_SIZE * min(sizes):
+        return
+    listed = ", ".join(f"{um:g} um ({counted(count, 'file')})" for um, count in sorted(sizes.items())[:_STRIDES])
+    common = sizes.most_common(1)[0][0]
+    odd = tuple(str(path) for um, path in known if max(um, common) > _SAME_SIZE * min(um, common))
+    what = f"patches lie at several distances, as of several magnifications: {listed}"
+    cure = "Extract all slides with one patch size and magnification, or leave some out with `exclude`."
+    yield Note("warning", "mixed_magnifications", what, odd, cure)
 
 
 def of_encoders(facts: Sequence[FileFacts]) -> Iterator[Note]:
@@ -151,6 +166,14 @@ def of_matches(matches: Matches, column: str | None = None) -> Iterator[Note]:
         cure = "Extract them, correct their names in the table, or add their folder to `features`."
         yield Note(level, "missing", what, matches.missing, cure)
     yield from several_files(matches, column)
+    if more := matches.longer:
+        usual = len(set(more.values())) == 1 < len(more)  # all files have the same words after the id
+        some = ", ".join(f"{slide}: {matches.found[slide].name}" for slide in list(more)[:3])
+        what = f"{counted(len(more), 'slide')} without a file of exactly this name; one that begins so is used ({some})"
+        cure = (
+            "Nothing to do, if these are their files; else correct the names, or leave the slides out with `exclude`."
+        )
+        yield Note("note" if usual else "warning", "longer_names", what, tuple(more), cure)
     for file, names in matches.shared.items():
         what = f"one file fits {len(names)} slides ({', '.join(names[:5])}), so none of them is used"
         yield Note("error", "shared_file", what, (str(file),), "Correct the slides' names in the table.")

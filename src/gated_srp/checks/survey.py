@@ -58,6 +58,7 @@ class FileFacts:
     encoder: str | None = None
     stride: float = 0.0
     unit: str = "px"
+    stride_um: float | None = None  # where the file says enough
     stride_source: str = ""
     neighbours: Neighbours | None = None
     capped: Neighbours | None = None  # None: not longer than the cap
@@ -177,6 +178,7 @@ def _facts(path: Path, settings: Preparation, *, deep: bool) -> FileFacts:
         encoder=header.encoder,
         stride=stride,
         unit=header.unit,
+        stride_um=header.stride_um,
         stride_source=header.stride_source,
         neighbours=whole,
         capped=capped,

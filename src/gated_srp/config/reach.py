@@ -7,6 +7,7 @@ and cosine over T steps let it travel S = gate_lr lr (T / 2 + 1), for every leng
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -99,6 +100,19 @@ def gate_reach(config: CohortConfig, bags: int, row: str) -> Reach | None:
         return None
     gate, train = config.gate(arm), config.train
     return Reach(train.steps(bags), train.lr, train.gate_lr, gate.delta, gate.hidden_dim)
+
+
+def unnamed_encoder(config: CohortConfig, encoders: Iterable[str]) -> Iterator[Note]:
+    """A preset without `encoder` takes UNI-v2's gate: ``encoders`` of the files for which the paper has another one."""
+    preset, sizes = config.preset, config.model
+    if preset is None or config.encoder or config.images or (sizes.delta and sizes.hidden_dim):
+        return
+    for name in sorted(encoders):
+        own, used = preset.gate(name), config.gate()
+        if (own.delta, own.hidden_dim) != (used.delta, used.hidden_dim):
+            what = f"no encoder is named, so UNI-v2's gate is used (delta {used.delta:g}, hidden_dim {used.hidden_dim}); the files are of {name}"
+            cure = f"`encoder: {name}` takes the paper's for it: delta {own.delta:g}, hidden_dim {own.hidden_dim}."
+            yield Note("warning", "gate", what, ("encoder",), cure)
 
 
 def gates_moved(gates: pd.DataFrame) -> str:

@@ -8,6 +8,7 @@ Shapes: N patches.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from gated_srp.data.annotation_files import Drawing, Parsed, parse_table, parse_text
 from gated_srp.data.masks import parse_mask
-from gated_srp.data.matching import match_slides
+from gated_srp.data.matching import match_slides, slide_stem
 from gated_srp.errors import Note, UserError, counted
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def _pieces(shape: "Geometry") -> Iterable["Geometry"]:
 
 
 def find_annotations(place: str | Path, slides: Sequence[str]) -> dict[str, Path]:
-    """The file of each slide, by name, in a folder; or the one file for the one slide. Slides without one are not in it."""
+    """The file of each slide in a folder, of exactly its name (``_mask`` may follow); or the one file for the one slide. Slides without one are not in it."""
     place = Path(place)
     if place.is_file():
         if len(slides) != 1:
@@ -275,16 +276,25 @@ def find_annotations(place: str | Path, slides: Sequence[str]) -> dict[str, Path
     if not place.is_dir():
         raise UserError("no such file or folder", where=place, kind="annotations")
     named: dict[Path, list[Path]] = {}
+    known = {slide_stem(slide).casefold() for slide in slides}
     for path in sorted(place.rglob("*")):
         if path.suffix.lower() in ENDINGS and not path.name.startswith("."):
-            named.setdefault(path.with_suffix(""), []).append(path)
+            stem = path.with_suffix("")
+            if slide_stem(stem).casefold() not in known:
+                stem = stem.with_name(re.sub("_mask$", "", stem.name, flags=re.IGNORECASE) or stem.name)
+            named.setdefault(stem, []).append(path)
     matches = match_slides(slides, named)
-    double = {slide: named[stem] for slide, stem in matches.found.items() if len(named[stem]) > 1}
-    double |= {slide: [named[stem][0] for stem in stems] for slide, stems in matches.several.items()}
+    found = {slide: stem for slide, stem in matches.found.items() if slide not in matches.by_prefix}
+    double = {slide: named[stem] for slide, stem in found.items() if len(named[stem]) > 1}
+    double |= {
+        slide: [named[stem][0] for stem in stems]
+        for slide, stems in matches.several.items()
+        if slide not in matches.by_prefix
+    }
     for slide, files in double.items():
         what = f"slide {slide} has {counted(len(files), 'file')} of annotations: {', '.join(file.name for file in files[:4])}"
         raise UserError(what, where=place, cure="Keep one of them in the folder.", kind="annotations")
-    if not matches.found:
+    if not found:
         listed = ", ".join(path.name for files in list(named.values())[:3] for path in files) or "none"
         raise UserError(
             f"no file of annotations has the name of a slide (slides: {', '.join(slides[:3])}; files: {listed})",
@@ -292,7 +302,7 @@ def find_annotations(place: str | Path, slides: Sequence[str]) -> dict[str, Path
             cure=f"Name them as the slides, with one of the endings {', '.join(ENDINGS)}.",
             kind="annotations",
         )
-    return {slide: named[stem][0] for slide, stem in matches.found.items()}
+    return {slide: named[stem][0] for slide, stem in found.items()}
 
 
 def annotations_of(path: Path, header: "BagHeader") -> Annotations:

@@ -61,13 +61,18 @@ class BagHeader:
     warnings: tuple[Note, ...] = ()
 
     @property
+    def stride_known(self) -> bool:
+        """Not where 1 stands for it: one patch, and nothing declared (`files.stride`)."""
+        return len(self.coords) > 1 or self.stride != 1.0
+
+    @property
     def stride_um(self) -> float | None:
         """The stride in microns: exact, or by the nominal size of a pixel (40x: 0.25); None where the file does not say.
 
         The nominal size comes first: tools read a scan by its magnification, so that strides of one setting are one number.
         """
-        if self.unit == "um":
-            return self.stride
+        if self.unit == "um" or not self.stride_known:
+            return self.stride if self.stride_known else None
         pixel = 10 / self.magnification if self.magnification else self.mpp
         return self.stride * pixel if pixel else None
 

@@ -79,7 +79,8 @@ class Numeric:
     @classmethod
     def fit(cls, name: str, values: pd.Series[Any]) -> Numeric:
         known = values.dropna().astype(float)
-        return cls(name, float(known.mean()), float(known.std(ddof=0)), len(known) < len(values))
+        std = float(known.std(ddof=0)) if known.nunique() > 1 else 0.0  # rounding gives equal values a deviation
+        return cls(name, float(known.mean()), std, len(known) < len(values))
 
     @property
     def width(self) -> int:

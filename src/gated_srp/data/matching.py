@@ -36,6 +36,18 @@ class Matches:
     shared: dict[Path, tuple[str, ...]]  # one file, several slides
     unused: tuple[Path, ...]
     excluded: tuple[str, ...] = ()  # left out by the user
+    by_prefix: tuple[
+        str, ...
+    ] = ()  # slides whose id is only how a file's name begins; a TCGA barcode before its UUID is the whole id
+
+    @property
+    def longer(self) -> dict[str, str]:
+        """Slides that are used with a file of a longer name, and what the name has more."""
+        return {
+            slide: slide_stem(path)[len(slide_stem(slide)) :]
+            for slide, path in self.found.items()
+            if slide in set(self.by_prefix)
+        }
 
     def report(self) -> tuple[str, ...]:
         """Every slide that cannot be used, one line each, after a line of counts."""
@@ -45,6 +57,7 @@ class Matches:
             f"{counted(len(self.found), 'slide')} matched to files, {bad} not{left_out}; {counted(len(self.unused), 'file')} unused"
         ]
         lines += [f"{slide}: no file of this name" for slide in self.missing]
+        lines += [f"{slide}: taken from {self.found[slide].name}, whose name begins so" for slide in self.longer]
         lines += [
             f"{slide}: {counted(len(files), 'file')} fit ({', '.join(map(str, files))}), so none is used"
             for slide, files in self.several.items()
@@ -96,10 +109,14 @@ def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:
     paths = sorted(Path(file) for file in files)
     slides = list(dict.fromkeys(slides))
     claims: Claims = {}
+    loose: list[str] = []
     for look_up in (_by_stem, _by_trimmed_stem, _by_prefix, _by_tcga_name):
         taken = {path for claimed in claims.values() for path in claimed}
         open_slides = [slide for slide in slides if slide not in claims]
-        claims |= look_up(open_slides, [path for path in paths if path not in taken])
+        found = look_up(open_slides, [path for path in paths if path not in taken])
+        claims |= found
+        if look_up is _by_prefix:
+            loose += [slide for slide, fit in found.items() if not all(_is_uuid_after(slide, path) for path in fit)]
 
     owners: dict[Path, list[str]] = defaultdict(list)
     for slide in slides:
@@ -112,6 +129,7 @@ def match_slides(slides: Sequence[str], files: Iterable[str | Path]) -> Matches:
         several={slide: claimed for slide, claimed in claims.items() if len(claimed) > 1},
         shared={path: tuple(names) for path, names in owners.items() if len(names) > 1},
         unused=tuple(path for path in paths if path not in taken),
+        by_prefix=tuple(loose),
     )
 
 
@@ -290,6 +308,10 @@ def _by_prefix(slides: Sequence[str], paths: Sequence[Path]) -> Claims:
         if fitting:
             claims[slide] = fitting
     return claims
+
+
+def _is_uuid_after(slide: str, path: Path) -> bool:
+    return tcga_patient(slide) is not None and _key(path)[len(_key(slide)) :].startswith(".")
 
 
 def _by_tcga_name(slides: Sequence[str], paths: Sequence[Path]) -> Claims:

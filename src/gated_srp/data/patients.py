@@ -91,6 +91,7 @@ class PatientDataset(SlideDataset):
     def __init__(self, members: SlideDataset, *, targets: Tensor | None = None) -> None:
         self.groups = patients_of(members.slides)
         self._members = members
+        self._shared: set[int] = set()  # bags whose slides' caps are known
         frame = members.slides.assign(file=[str(file) for file in members.files])
         super().__init__(as_patients(frame), members.settings, targets=targets, cache=members.cache)
 
@@ -114,7 +115,7 @@ class PatientDataset(SlideDataset):
     def _share(self, index: int) -> None:
         """The cap of the bag, shared by its slides; read once per patient from the headers."""
         group, cap = self.groups[index], self.settings.cap
-        if cap is None or len(group) == 1 or group[0] in self.members.caps:
+        if cap is None or len(group) == 1 or index in self._shared:
             return
         if cap < len(group):
             what = f"a cap of {cap} for the {len(group)} slides of patient {self.slides['case'][index]!r}"
@@ -122,6 +123,7 @@ class PatientDataset(SlideDataset):
         headers = [open_header(self.members.files[row], self.settings) for row in group]
         kept = [inside_regions(header, self.settings) for header in headers]
         sizes = [h.shape[0] if one is None else len(one.rows) for h, one in zip(headers, kept, strict=True)]
+        self._shared.add(index)
         if sum(sizes) > cap:
             self.members.caps |= dict(zip(group, shares(sizes, cap), strict=True))
 

@@ -21,6 +21,7 @@ from gated_srp.data.matching import slide_stem, tcga_patient
 from gated_srp.data.spreadsheet import read_frame
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.records import parse_numbers
+from gated_srp.tasks.metrics import without_deviations
 
 _TRUTH = ("label", "y", "y_true", "true_label", "truth", "ground_truth", "gt", "target", "true", "class", "true_class")
 _PREDICTED = ("predicted", "pred", "y_hat", "y_pred", "prediction", "predicted_label", "predicted_class")
@@ -182,6 +183,7 @@ def _candidates(frame: pd.DataFrame, used: set[str]) -> Iterator[tuple[str, str,
         ):
             if known and all(f"{known}{value}" in names for value in values):
                 more = [name.removeprefix(known) for name in names if name.startswith(known) and name != truth]
+                more = without_deviations(more, values)
                 classes = [one for one in more if one in values or parse_numbers(frame[known + one]).notna().all()]
                 if len(classes) > 1:
                     yield truth, known, classes

@@ -31,7 +31,6 @@ class NamedOutputs(Task):
     Nothing is learnt from the training rows."""
 
     classes: tuple[str, ...]
-
     calibrates: ClassVar[bool] = True
 
     @classmethod
@@ -73,7 +72,8 @@ class NamedOutputs(Task):
     @classmethod
     def metrics_of(cls, predictions: pd.DataFrame) -> Metrics | None:
         """Of a table with probabilities and the truth."""
-        names = tuple(str(name).removeprefix("prob_") for name in predictions if str(name).startswith("prob_"))
+        found = [str(name).removeprefix("prob_") for name in predictions if str(name).startswith("prob_")]
+        names = tuple(scores.without_deviations(found, {*predictions.get("label", ()), *predictions}))
         return cls(names).metrics(predictions) if names and cls._needed(names) <= set(predictions) else None
 
     @classmethod
@@ -314,7 +314,7 @@ class Multilabel(NamedOutputs):
         from gated_srp.tasks.events import read_flags  # not above: classes do without
 
         names = tuple(columns.target or ())
-        if clash := {"slide", "case", "site", "row"} & set(names):
+        if clash := {"slide", "case", "site", "row", "file", "part", "slides"} & set(names):
             raise UserError(f"a label may not be called {clash.pop()!r}; rename the column.", where=where)
         return Labels(pd.DataFrame({name: read_flags(frame[name], where) for name in names}), names)
 

@@ -7,7 +7,7 @@ Shapes: B bags, C classes, N cases, T times.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -338,3 +338,13 @@ def _single(values: Floats) -> Tensor:
 
     # As torchsurv compares times: rounding every time alike keeps equal times equal.
     return torch.from_numpy(values.astype(np.float32))
+
+
+def without_deviations(names: Sequence[str], truth: Iterable[str]) -> list[str]:
+    """Classes that columns of probabilities name, without ``X_std`` beside ``X``: the deviation between members of an ensemble.
+
+    >>> without_deviations(["a", "b", "a_std", "b_std"], ["a", "b"]), without_deviations(["a", "a_std"], ["a", "a_std"])
+    (['a', 'b'], ['a', 'a_std'])
+    """
+    known = {*truth}
+    return [name for name in names if name in known or name.removesuffix("_std") not in {*names} - {name}]

@@ -127,7 +127,7 @@ class Regression(Task):
         """Mean and standard deviation (n) of the TRAINING slides."""
         values = training["value"].to_numpy(np.float64)
         std = float(values.std()) if len(values) else 0.0
-        if not std > 0:
+        if not std > 0 or np.ptp(values) == 0:  # rounding gives equal values a deviation
             cure = "Check the split and `target`."
             raise UserError("the training slides have one value only", where="regression", cure=cure)
         return cls(float(values.mean()), std, select=cls.checked_metric(metric))
@@ -179,9 +179,13 @@ class Regression(Task):
         around, beside = truth - truth.mean(), found - found.mean()
         both = math.sqrt(float(around @ around) * float(beside @ beside))
         total, error = float(around @ around), truth - found
+        varies, both_vary = (
+            np.ptp(truth) > 0,
+            np.ptp(truth) > 0 and np.ptp(found) > 0,
+        )  # rounding gives equal values a deviation
         return {
-            "pearson": float(around @ beside) / both if both > 0 else math.nan,
-            "r2": 1 - float(error @ error) / total if total > 0 else math.nan,
+            "pearson": float(around @ beside) / both if both > 0 and both_vary else math.nan,
+            "r2": 1 - float(error @ error) / total if total > 0 and varies else math.nan,
             "mae": float(np.abs(error).mean()),
         }
 

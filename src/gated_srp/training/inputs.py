@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort, preparation
+from gated_srp.config.reach import unnamed_encoder
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.prepared import Preparation, files_of, identify, inside_regions, open_header
 from gated_srp.data.splits import Split
@@ -186,18 +187,18 @@ def _check_parts(slides: pd.DataFrame, split: Split, data: CohortData) -> list[N
     return lacking
 
 
-def check_files(inputs: TrainingData, progress: Progress = silent) -> tuple[Note, ...]:
+def check_files(inputs: TrainingData, config: CohortConfig, progress: Progress = silent) -> tuple[Note, ...]:
     """Open the files of all parts, features aside: what a run would fail at after hours is refused before it begins; and notes."""
-    headers: list[tuple[Path, int, str | None]] = []
+    headers: list[tuple[Path, int, str | None, float | None]] = []
     patches: list[tuple[int, int]] = []  # of two magnifications: fine ones without a parent, and all of them
     errors: list[tuple[int, UserError]] = []
     classes: set[str] = set()
     files, settings, members = inputs.bags.members.files, inputs.bags.settings, inputs.members
     for row, file in enumerate(files):
         try:
-            width, encoder, drawn, lone = _header(file, identify(file, settings), settings)
+            width, encoder, um, drawn, lone = _header(file, identify(file, settings), settings)
             patches += [lone] if lone else []
-            headers.append((file, width, encoder))
+            headers.append((file, width, encoder, um))
             classes.update(drawn)
         except UserError as found:
             errors.append((row, found))
@@ -217,16 +218,18 @@ def check_files(inputs: TrainingData, progress: Progress = silent) -> tuple[Note
         from gated_srp.data.two_scales import lone_notes  # not above: rarely so
 
         notes = lone_notes(patches)
-    if len({width for _, width, _ in headers}) == 1 >= len({name for _, _, name in headers if name}):
+    encoders = {name for _, _, name, _ in headers if name}
+    notes += tuple(unnamed_encoder(config, encoders))
+    if len({(width, um) for _, width, _, um in headers}) == 1 >= len(encoders):
         return notes
     from gated_srp.checks import findings, survey  # not above: it is rarely needed
 
-    facts = [survey.FileFacts(file, width=width, encoder=name) for file, width, name in headers]
+    facts = [survey.FileFacts(file, width=width, encoder=name, stride_um=um) for file, width, name, um in headers]
     for note in findings.of_encoders(facts):
         if note.level == "error":
             where = ", ".join(note.where[:3]) + (", ..." if len(note.where) > 3 else "")
             raise UserError(note.what, where=where, cure=f"{note.cure} {_LEAVE_OUT}", kind=note.kind)
-    return notes
+    return (*notes, *findings.of_strides(facts))
 
 
 _LEAVE_OUT = "`exclude` leaves slides out: `gated-srp check COHORT --quarantine broken.txt` writes a list for it."
@@ -235,8 +238,8 @@ _LEAVE_OUT = "`exclude` leaves slides out: `gated-srp check COHORT --quarantine 
 @lru_cache(maxsize=2**16)  # the runs of a study read the same files
 def _header(
     file: Path, identity: str, settings: Preparation
-) -> tuple[int, str | None, tuple[str, ...], tuple[int, int] | None]:
-    """Width and encoder, the classes drawn on the slide where regions choose its patches, `lone_patches` where there are two magnifications."""
+) -> tuple[int, str | None, float | None, tuple[str, ...], tuple[int, int] | None]:
+    """Width, encoder, stride in microns; the classes drawn where regions choose patches, `lone_patches` where there are two magnifications."""
     header = open_header(file, settings)
     kept = inside_regions(header, settings)
     lone = None
@@ -244,7 +247,7 @@ def _header(
         from gated_srp.data.two_scales import lone_patches
 
         lone = lone_patches(file, settings)
-    return header.shape[1], header.encoder, () if kept is None else kept.classes or (), lone
+    return header.shape[1], header.encoder, header.stride_um, () if kept is None else kept.classes or (), lone
 
 
 # The files it learns from, known again ---------------------------------------------------------------------------------

@@ -151,8 +151,8 @@ def _look_at_features(loader: BagLoader, rows: list[int]) -> dict[str, Any]:
     chosen = evenly(loader.dataset.member_rows(rows))
     for bag in loader.epoch(chosen) if slides is loader.dataset else map(slides.__getitem__, chosen):
         means.append(slide_mean(bag.features))
-        um = open_header(bag.path, loader.dataset.settings).stride_um
-        strides.add((float(bag.stride), bag.unit, um))
+        header = open_header(bag.path, loader.dataset.settings)
+        strides |= {(float(bag.stride), bag.unit, header.stride_um)} if header.stride_known else set()
         encoders.add(bag.encoder)
     return {
         "features": FeatureStatistics.fit(torch.stack(means)).as_card(),

@@ -213,7 +213,7 @@ def _work(ranks: Ranks, progress: Progress, *, job: Job, save_every: float, logg
     run = job.run
     inputs = job.load()
     if not run.begun:  # a run that goes on knows its files again by their fingerprints
-        found = check_files(inputs, progress if ranks.first else silent)
+        found = check_files(inputs, job.config, progress if ranks.first else silent)
         inputs = replace(inputs, notes=(*inputs.notes, *found))
     with run.lock() if ranks.first else nullcontext(), run.nothing_unbegun() if ranks.first else nullcontext():
         if ranks.first:

@@ -375,6 +375,8 @@ def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> Note
     Level-0 pixels are no measure across scanners: 256 at 20x and 512 at 40x are the same tissue. So microns are compared, from the
     file's magnification or pixel size, where the card has them too; else the plain numbers, if the units agree; else nothing.
     """
+    if not header.stride_known:
+        return None
     mine = header.stride_um
     physical = [entry["um"] for entry in trained if entry.get("um")]
     plain = [entry["value"] for entry in trained if entry["unit"] == header.unit]
