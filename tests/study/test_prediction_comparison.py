@@ -256,3 +256,10 @@ def test_a_table_without_probabilities_is_refused_with_its_columns(tmp_path):
     (tmp_path / "a.csv").write_text("patient,label,pred\np1,0,1\np2,1,1\n")
     with pytest.raises(UserError, match=r"no truth with probabilities of its classes.*Columns: patient, label, pred"):
         read_any_predictions(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("option", [{"margin": 0.05}, {"runs": "runs"}, {"lower_is_better": ["mae"]}, {"ratio": 0.3}])
+def test_what_is_meant_for_metrics_by_seed_is_not_ignored(option):
+    table = pd.DataFrame({"case": ["p1", "p2"], "label": ["a", "b"], "prob_a": [0.9, 0.2], "prob_b": [0.1, 0.8]})
+    with pytest.raises(UserError, match=rf"stats: {next(iter(option)).split('_')[0]}: for a table of metrics by seed"):
+        gated_srp.stats({"one": table, "two": table}, **option)

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import h5py
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
@@ -57,6 +59,21 @@ def test_the_curve_is_written_and_shown_by_the_report(finished, cohort, tmp_path
     gated_srp.report(run, out=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Redundancy budget: Gated SRP, run, 24 slides" in page and re.search(r"drift of\s+logits", page)
+
+
+def test_the_curve_reads_files_as_predict_does_and_ignores_no_option(finished, cohort, tmp_path):
+    file = tmp_path / "odd" / "s000.h5"
+    file.parent.mkdir()
+    shutil.copy(next((cohort.parent / "feats").rglob("s000.h5")), file)
+    with h5py.File(file, "a") as content:
+        content.move("features", "odd_name")
+    asked = ["predict", str(finished), str(file.parent), "--features-key", "odd_name", "--budget-curve"]
+    done = CliRunner().invoke(app, [*asked, str(tmp_path / "curve")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "0 of 1 slide" in done.output
+    for option in (["--budget", "0.5"], ["--format", "stamp"]):
+        done = CliRunner().invoke(app, [*asked, str(tmp_path / "other"), *option])
+        assert "--budget-curve: goes with neither --format nor --budget" in str(done.exception)
 
 
 def test_the_page_says_what_the_curves_of_trained_models_gave():

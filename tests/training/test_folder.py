@@ -34,6 +34,23 @@ def test_a_folder_without_a_run_reads_as_empty(tmp_path):
         run.predictions("test", "slide")
 
 
+def test_a_notebook_shows_names_as_text(tmp_path):
+    name = "<script>alert(1)</script>"
+    run = RunFolder(tmp_path / "<b>")
+    assert "&lt;b&gt;" in run._repr_html_()
+    run.path.mkdir()
+    run.write_json("metrics.json", {"arm": name, "score": "slide"})
+    rows = [("A", arm, seed, "auc", 0.7 + seed / 100) for arm in (name, "b") for seed in (1, 2)]
+    metrics = gated_srp.stats(pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"]), reference=name)
+    table = pd.DataFrame(
+        {"case": list("pqrs"), "label": list("abab"), "predicted": list("abaa"), "prob_a": [0.9, 0.2, 0.6, 0.7]}
+    )
+    table["prob_b"] = 1 - table["prob_a"]
+    predictions = gated_srp.stats({name: table, "b": table}, reference=name, repeats=5)
+    for shown in (run, metrics, predictions):
+        assert "&lt;script&gt;" in shown._repr_html_() and "<script>" not in shown._repr_html_()
+
+
 def test_an_undefined_metric_is_not_a_number_and_a_broken_file_says_so(tmp_path):
     (tmp_path / "metrics.json").write_text('{"score": "slide", "test": {"slide": {"macro_auc": null}}}')
     assert math.isnan(RunFolder(tmp_path).metrics("test")["macro_auc"])

@@ -102,6 +102,12 @@ def test_every_logger_gets_the_numbers_of_every_epoch(cohort, tmp_path, monkeypa
     assert own.metrics[0] == (1, values) and own.params["name"] == "toy" and own.ends == ["save", "success"]
 
 
+def test_a_training_that_stopped_early_is_finished_for_its_loggers(cohort, tmp_path):
+    own = Lightning()
+    run = train(open_config(cohort, out=str(tmp_path), train__epochs=6, train__patience=1), arm="na", loggers=[own])
+    assert run.history["epoch"].max() < 6 and own.ends == ["save", "success"]
+
+
 def test_a_training_that_goes_on_goes_on_in_the_same_run_of_mlflow(cohort, tmp_path, monkeypatch):
     mlflow, own = Tracking(), Lightning()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)

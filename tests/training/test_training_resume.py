@@ -14,6 +14,7 @@ from toy_cohorts import open_config, write_cohort
 
 from gated_srp.errors import Interrupted, UserError
 from gated_srp.training.callbacks import RunCallbacks
+from gated_srp.training.folder import RunFolder
 from gated_srp.training.state import load_checkpoint
 from gated_srp.training.train import train
 
@@ -177,7 +178,9 @@ def test_a_full_disk_loses_nothing_that_was_saved(reference, tmp_path, monkeypat
     assert results(train(config, arm="gated_srp", seed=42).path) == expected
 
 
-def test_a_changed_table_or_other_start_weights_are_refused(reference, tmp_path, monkeypatch, finished):
+def test_a_changed_table_other_start_weights_or_another_precision_are_refused(
+    reference, tmp_path, monkeypatch, finished
+):
     yaml, _ = reference
     config = open_config(yaml, out=str(tmp_path))
     with monkeypatch.context() as patch:
@@ -186,6 +189,14 @@ def test_a_changed_table_or_other_start_weights_are_refused(reference, tmp_path,
             train(config, arm="gated_srp", seed=42)
     with pytest.raises(UserError, match="was begun from fresh weights, not from"):
         train(config, arm="gated_srp", seed=42, init=finished / "model.safetensors")
+    run = RunFolder(tmp_path / "toy" / "gated_srp" / "seed42")
+    begun = {key: one for key, one in run.environment.items() if key != "checksum"}
+    with monkeypatch.context() as patch:
+        patch.setattr("gated_srp.machine.has_bf16", lambda: False)
+        run.write_json("environment.json", begun | {"precision": "bf16"})
+        with pytest.raises(UserError, match="seed42: was begun in bf16, which this machine lacks"):
+            train(config, arm="gated_srp", seed=42)
+        run.write_json("environment.json", begun)
     table = yaml.parent / "table.csv"
     text = table.read_text()
     try:

@@ -132,8 +132,21 @@ def predict(
     ] = None,
 ) -> None:
     """Predict slides without labels: probabilities, raw and calibrated, or risk and survival."""
+    keys: dict[str, Any] = {
+        "features_key": features_key,
+        "coords_key": coords_key,
+        "coords": coords,
+        "table": table,
+        "annotations": annotations,
+        "features_low": features_low,
+        "stride": stride,
+        "force": force,
+    }
     if curve is not None:
-        return _budget_curve(runs, features, curve, table=table, force=force)
+        if layout or budget is not None:
+            what = "goes with neither --format nor --budget"
+            raise UserError(what, where="--budget-curve", cure="Leave them out: it predicts with shares of its own.")
+        return _budget_curve(runs, features, curve, **keys)
     from gated_srp.training.known import files_for
     from gated_srp.training.predict import predict as run
     from gated_srp.training.trained import open_runs
@@ -143,16 +156,7 @@ def predict(
     files = files_for(trained[0], features)
     say(f"model: {trained[0]}\n{counted(len(files), 'file')} in {features}", err=True)
     with show_progress() as progress:
-        keys: dict[str, Any] = {
-            "features_key": features_key,
-            "coords_key": coords_key,
-            "coords": coords,
-            "table": table,
-            "annotations": annotations,
-            "features_low": features_low,
-        }
-        how: dict[str, Any] = {"stride": stride, "force": force, "workers": workers, "budget": budget}
-        found = run(trained, files, **keys, **how, progress=progress)
+        found = run(trained, files, **keys, workers=workers, budget=budget, progress=progress)
     _say(found.notes, found.skipped)
     rows = found.table
     far = rows[rows["unlike_training"]].sort_values("training_distance", ascending=False)

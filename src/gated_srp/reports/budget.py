@@ -19,7 +19,7 @@ from gated_srp.models import arm_title
 from gated_srp.progress import Progress, silent
 from gated_srp.training.budget import ThinnedModel
 from gated_srp.training.known import files_for, with_ids
-from gated_srp.training.predict import run_models
+from gated_srp.training.predict import reading_of, run_models
 from gated_srp.training.trained import TrainedRun
 
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
@@ -81,6 +81,7 @@ def budget_curve(
     force: bool = False,
     out: str | Path | None = None,
     progress: Progress = silent,
+    **reading: Any,
 ) -> BudgetCurve:
     """Predict slides with all patches and with shares of them.
 
@@ -92,6 +93,7 @@ def budget_curve(
         force: as in `gated_srp.predict`.
         out: where budget.csv, budget.json and the figure are written; in or below a run's folder `gated-srp report` shows them.
         progress: called after each slide.
+        reading: features_key, coords_key, coords, stride, annotations, features_low: as in `gated_srp.predict`.
 
     Returns:
         `BudgetCurve`: ``table``, ``words()``, ``write(folder)``.
@@ -104,7 +106,8 @@ def budget_curve(
     slides = with_ids(files_for(trained, features), table, trained.covariates)
     seen: list[list[tuple[int, int, float]]] = []
     timed = partial(_Timed, shares=shares, seen=seen)
-    found = run_models([trained], slides, force=force, workers=0, progress=progress, model=timed)
+    how: dict[str, Any] = {"reading": reading_of([trained], **reading), "force": force, "workers": 0}
+    found = run_models([trained], slides, **how, progress=progress, model=timed)
     logits = found.logits[0].view(len(seen), len(shares), -1)  # (B, S, K)
     whole = logits[:, :1]
     away = (logits - whole).abs().amax(-1)  # (B, S)

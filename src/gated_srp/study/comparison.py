@@ -193,6 +193,15 @@ def stats(
     if not isinstance(results, str | Path | pd.DataFrame):
         from gated_srp.study.prediction_comparison import compare_predictions
 
+        given = {
+            "ratio": ratio is not None,
+            "lower": lower_is_better,
+            "runs": runs is not None,
+            "margin": margin != MARGIN,
+        }
+        if ignored := [name for name, asked in given.items() if asked]:
+            what = f"{', '.join(ignored)}: for a table of metrics by seed, not for predictions"
+            raise UserError(what, where="stats", cure="Leave it out.")
         return compare_predictions(results, reference=reference, repeats=repeats)
     frame, notes = read_results(results)
     lower = LOWER_IS_BETTER | set(lower_is_better)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class PredictionComparison(InWords):
     notes: tuple[str, ...]
 
     def _repr_html_(self) -> str:
-        return f"<p>against {self.reference}</p>{html(self.table)}{html(self.areas)}"
+        return f"<p>against {escape(self.reference)}</p>{html(self.table)}{html(self.areas)}"
 
     def _lines(self) -> Iterator[str]:
         yield from (f"note: {note}" for note in self.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class Comparison(InWords):
         return pd.DataFrame(rows, columns=names.split())
 
     def _repr_html_(self) -> str:
-        return f"<p>against {self.reference}</p>{html(self.table)}"
+        return f"<p>against {escape(self.reference)}</p>{html(self.table)}"
 
     def _lines(self) -> Iterator[str]:
         yield from (f"note: {note}" for note in self.notes)

@@ -108,7 +108,7 @@ class RunCallbacks:
 
     def close(self) -> None:
         for logger in self.loggers:
-            logger.close(finished=self.training.progress.epoch >= self.training.settings.epochs)
+            logger.close(finished=self.training.over)
 
     def say(self, text: str, data: Any = None) -> None:
         """One line, now: to whoever watches, and to log.txt."""

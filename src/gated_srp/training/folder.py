@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -181,12 +182,12 @@ class RunFolder:
 
     def _repr_html_(self) -> str:
         if not self.finished:
-            return f"<p><b>{self.path}</b>: {'not finished' if self.begun else 'not begun'}</p>"
+            return f"<p><b>{escape(str(self.path))}</b>: {'not finished' if self.begun else 'not begun'}</p>"
         found = self.results
         scores = pd.DataFrame({part: self.metrics(part) for part in ("val", "test")})
         arm, seed, epoch, score = (found.get(name, "?") for name in ("arm", "seed", "best_epoch", "score"))
         about = f"{arm}, seed {seed}, best epoch {epoch}, scored by {score}"
-        return f"<p><b>{self.path}</b>: {about}</p>{scores.to_html()}"
+        return f"<p><b>{escape(str(self.path))}</b>: {escape(about)}</p>{scores.to_html()}"
 
     # Writing ---------------------------------------------------------------------------------------------------------
 

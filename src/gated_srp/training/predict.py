@@ -141,9 +141,8 @@ def predict(
     members = open_runs(several)
     files = files_for(members[0], features) if isinstance(features, str | Path) else list(features)
     slides = with_ids(files, table, members[0].covariates)
-    keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride}
-    keys |= {"regions": drawn_for(members, annotations), "features_low": low_for(members, features_low)}
-    reading = Preparation(**keys, coords=Path(coords) if coords else None)
+    keys: dict[str, Any] = {"features_key": features_key, "coords_key": coords_key, "stride": stride, "coords": coords}
+    reading = reading_of(members, annotations=annotations, features_low=features_low, **keys)
     kept, how = dict[str, int](), dict[str, Any](workers=workers, progress=progress)
     if budget is not None:
         from gated_srp.training.budget import ThinnedModel  # not above: rarely asked for
@@ -183,6 +182,19 @@ def seen_by(
     for case, word in zip(chosen["case"], words, strict=True):
         by_case[case] = by_case.get(case) or word
     return [by_case[case] for case in predicted["case"]], notes
+
+
+def reading_of(
+    runs: Sequence[TrainedRun],
+    *,
+    coords: str | Path | None = None,
+    annotations: str | Path | None = None,
+    features_low: str | Path | None = None,
+    **keys: Any,
+) -> Preparation:
+    """How files are read: the arguments of `predict` that say so, and what the runs need besides."""
+    drawn: dict[str, Any] = {"regions": drawn_for(runs, annotations), "features_low": low_for(runs, features_low)}
+    return Preparation(**keys, **drawn, coords=Path(coords) if coords else None)
 
 
 # Models on slides ----------------------------------------------------------------------------------------------------

@@ -90,8 +90,12 @@ def run_job(job: Job, *, save_every: float, loggers: Sequence[Any] = (), progres
             progress(Event("train", text=f"{run.path}: {line}"))
         return run
     run.refuse_other_settings(job.settings)
-    recorded = run.environment if run.begun else {}
-    precision = choose_precision(recorded.get("precision", config.train.precision), accelerator())
+    recorded = run.environment.get("precision") if run.begun else None
+    precision = choose_precision(recorded or config.train.precision, accelerator())
+    if recorded and precision != recorded:
+        what = f"was begun in {recorded}, which this machine lacks: it would go on in {precision}, as another run"
+        cure = "Go on where it was begun, choose another `out`, or remove the folder."
+        raise UserError(what, where=run.path, cure=cure)
     launch(partial(_work, job=job, save_every=save_every, loggers=loggers), devices, precision, progress)
     return run
 
