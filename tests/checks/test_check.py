@@ -1,6 +1,7 @@
 """`check` names exactly what is wrong, says what to do, and is stopped by nothing."""
 
 import json
+import re
 
 import h5py
 import numpy as np
@@ -18,6 +19,7 @@ from factories import (
     write_trident,
     write_trident_pt,
 )
+from training.toy_cohorts import write_cohort, write_yaml
 from typer.testing import CliRunner
 
 import gated_srp
@@ -272,6 +274,32 @@ def test_a_patient_on_both_sides_of_a_split_is_an_error(tmp_path):
     error = _noted(found)["split"]
     assert "p0" in error.what + error.cure
     assert not found.ok
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ""),
+        ({"metric": "quadratic_kappa"}, ""),
+        ({"metric": "nonsense"}, "'nonsense' cannot select"),
+        ({"train": {"loss": "huber"}}, "huber"),
+        ({"train": {"class_weights": {"tumor": 2.0}}}, "'tumor' is no class. Did you mean 'tumour'?"),
+        ({"arms": ["na", "nosuch"]}, "arm 'nosuch' is not known"),
+        ({"score": "case"}, "so a case has no single truth"),
+        ({"task": "regression", "target": "num", "train": {"sampling": "balanced"}}, "regression has no classes"),
+    ],
+)
+def test_what_train_and_compare_refuse_at_once_is_an_error_of_check(tmp_path, settings, words):
+    yaml = write_cohort(tmp_path, slides=16)
+    torn = "score" in settings
+    rows = [f"s{i:03d},p{i // 2 if torn else i},{('benign', 'tumour')[i % 2]},{i}.5" for i in range(16)]
+    (tmp_path / "table.csv").write_text("slide,case,label,num\n" + "\n".join(rows) + "\n")
+    config = load_config(write_yaml(tmp_path, **{"target": "label"} | settings))
+    found = check(config, seeds=[42])
+    assert [words in str(note) for note in found.errors] == ([True] if words else []), found.errors
+    if words and "arms" not in settings:
+        with pytest.raises(UserError, match=re.escape(words)):
+            gated_srp.train(yaml, arm="na", seed=42)
 
 
 def test_a_part_without_a_class_or_without_slides_is_told(tmp_path):

@@ -164,6 +164,7 @@ def _check_cohort(
             used = data.table.frame[data.table.frame["slide"].isin(usable)]
             trouble += data.table.kind.scarce(used, data.table.classes)
             trouble += found_by.of_splits(data, splits, broken)
+            trouble += found_by.of_settings(data, next(iter(splits.values()), None))
         summary["slides"] = _about_slides(data, facts)
         summary["patients"] = data.table.patients
         summary["labels"] = _about_labels(data.table)

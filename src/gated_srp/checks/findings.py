@@ -14,11 +14,12 @@ from gated_srp.data.files.siblings import is_known, may_be_same
 from gated_srp.data.matching import Matches, several_files, tcga_section
 from gated_srp.data.prepared import Preparation
 from gated_srp.data.splits import PARTS, Split, assign_parts
-from gated_srp.data.table import Table
+from gated_srp.data.table import Table, refuse_mixed_truth
 from gated_srp.errors import Level, Note, UserError, counted
-from gated_srp.models import ARMS
+from gated_srp.models import ARMS, arm_settings, find_arm
 from gated_srp.progress import spoken
 from gated_srp.tasks import find_task
+from gated_srp.tasks.imbalance import sampling_weights
 
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
@@ -241,6 +242,32 @@ def of_splits(data: CohortData, splits: Mapping[str, Split], broken: Sequence[Pa
         yield Note(level, "split", what, tuple(names), cure)
     for note, names in said.items():
         yield replace(note, where=tuple(names), cure=note.cure or "Nothing to do, if this is what you want.")
+
+
+def of_settings(data: CohortData, split: Split | None) -> Iterator[Note]:
+    """What `train` and `compare` would refuse at once: arms, and metric, loss, weights and score on the training part of a split."""
+    config, kind, classes = data.config, data.table.kind, data.table.classes
+    for row in config.arms:
+        try:
+            find_arm(arm_settings(row)[0])
+        except UserError as error:
+            yield replace(of_error(error, "arms"), where=("arms",))
+    try:
+        if problem := kind.window_problem(config.train.accumulation * config.train.batch_size):
+            raise problem
+        slides = data.table.frame.assign(part="train") if split is None else data.with_parts(split)
+        training = slides[slides["part"] == "train"]
+        said = (*kind.scarce(slides, classes), *kind.lacks(training, classes, "train"))
+        if training.empty or any(note.level == "error" for note in said):  # of the table or the split
+            return
+        task = kind.fit(training, classes, config.metric)
+        task = task.with_loss(training, loss=config.train.loss, class_weights=config.train.class_weights)
+        if config.train.sampling:
+            sampling_weights(task, training)
+        if config.score == "case" and config.bag == "slide":
+            refuse_mixed_truth(slides, task.truth)
+    except UserError as error:
+        yield of_error(error, "settings")
 
 
 # Facts in words ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from gated_srp.config.reach import unnamed_encoder
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.prepared import Preparation, files_of, identify, inside_regions, open_header
 from gated_srp.data.splits import Split
+from gated_srp.data.table import refuse_mixed_truth
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import full_hash, sampled_hash
 from gated_srp.progress import Event, Progress, silent
@@ -136,14 +137,9 @@ def load_inputs(config: CohortConfig, seed: int, fold: int = 0) -> TrainingData:
         covariates = Covariates.fit(training, config.covariates, where=config.name)
         bags.covariates = BagCovariates(covariates.encode(slides))
         notes = (*notes, *covariates.notes(slides))
-    inputs = TrainingData(slides, split, task, bags, config.score, notes, sampling, joined, covariates)
-    if config.score == "case" and inputs.mixed_truth(slides):
-        truth = " or ".join(task.truth)
-        raise UserError(
-            f"score: case, but the slides of some patients differ in {truth}, so a case has no single truth",
-            cure="Set `score: slide`, or correct the table.",
-        )
-    return inputs
+    if config.score == "case":
+        refuse_mixed_truth(slides, task.truth)
+    return TrainingData(slides, split, task, bags, config.score, notes, sampling, joined, covariates)
 
 
 def slide_dataset(config: CohortConfig, slides: pd.DataFrame, targets: Tensor | None = None) -> SlideDataset:
