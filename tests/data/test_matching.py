@@ -46,6 +46,8 @@ def test_files_that_are_found_by_how_their_names_begin_are_kept_apart_but_for_tc
     matches = match_slides(["s_1", "t", uuid, "v"], files)
     assert matches.by_prefix == ("s_1",) and matches.longer == {"s_1": "-again"} and len(matches.found) == 4
     assert matches.report()[1:] == ("s_1: taken from s_1-again.h5, whose name begins so",)
+    many = match_slides([f"m{i}" for i in range(9)], [f"m{i}_x.h5" for i in range(9)]).report()
+    assert len(many) == 7 and many[5:] == ("m4: taken from m4_x.h5, whose name begins so", "... and 4 more so")
     assert match_slides(["TCGA-3Z-A93Z"], [f"{uuid}.79F4.h5"]).longer == {"TCGA-3Z-A93Z": "-01Z-00-DX1.79F4"}
 
 

@@ -20,6 +20,7 @@ from gated_srp.data.files.siblings import SLIDE_IMAGES, embeddings_left_out, enc
 from gated_srp.errors import Note, UserError, counted
 
 SLIDE_ENDINGS = (*SLIDE_IMAGES, ".png", ".jpg", ".jpeg")
+_LONGER = 5  # files of longer names that a report lists
 _NUMBERS = {2: "two", 3: "three"}
 _BARCODE = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}(?![A-Z0-9])", re.IGNORECASE)
 _SECTION = re.compile(_BARCODE.pattern + r"-(\d\d)[A-Z]-\d\d-(DX|TS|BS|MS)", re.IGNORECASE)
@@ -57,7 +58,8 @@ class Matches:
             f"{counted(len(self.found), 'slide')} matched to files, {bad} not{left_out}; {counted(len(self.unused), 'file')} unused"
         ]
         lines += [f"{slide}: no file of this name" for slide in self.missing]
-        lines += [f"{slide}: taken from {self.found[slide].name}, whose name begins so" for slide in self.longer]
+        longer = [f"{slide}: taken from {self.found[slide].name}, whose name begins so" for slide in self.longer]
+        lines += longer if len(longer) <= _LONGER else [*longer[:_LONGER], f"... and {len(longer) - _LONGER} more so"]
         lines += [
             f"{slide}: {counted(len(files), 'file')} fit ({', '.join(map(str, files))}), so none is used"
             for slide, files in self.several.items()

@@ -224,7 +224,7 @@ def _unique(rows: pd.DataFrame, labels: list[str], beside: list[str], *, by_case
 def refuse_mixed_truth(slides: pd.DataFrame, truth: Sequence[str]) -> None:
     """Where cases are scored, the slides of each must have one truth."""
     if slides[["case", *truth]].drop_duplicates()["case"].duplicated().any():
-        what = f"score: case, but the slides of some patients differ in {' or '.join(truth)}, so a case has no single truth"
+        what = f"case, but the slides of some patients differ in {' or '.join(truth)}, so a case has no single truth"
         raise UserError(what, where="score", cure="Set `score: slide`, or correct the table.")
 
 

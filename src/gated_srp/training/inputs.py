@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,7 +225,7 @@ def check_files(inputs: TrainingData, config: CohortConfig, progress: Progress =
         if note.level == "error":
             where = ", ".join(note.where[:3]) + (", ..." if len(note.where) > 3 else "")
             raise UserError(note.what, where=where, cure=f"{note.cure} {_LEAVE_OUT}", kind=note.kind)
-    return (*notes, *findings.of_strides(facts))
+    return (*notes, *(replace(note, where=note.where[:3]) for note in findings.of_strides(facts)))
 
 
 _LEAVE_OUT = "`exclude` leaves slides out: `gated-srp check COHORT --quarantine broken.txt` writes a list for it."
