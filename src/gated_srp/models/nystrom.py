@@ -29,7 +29,7 @@ class NystromAttention(FusedAttention):
 
     def in_chunks(self, x: Tensor, *, halves: bool = False) -> bool:
         """Whether rows meet landmarks in chunks, through weights folded with them; ``halves``: in a prediction, which takes halves too."""
-        return in_row_chunks(x, halves=halves)
+        return in_row_chunks(x, halves=halves) and by_hand(self.qkv)
 
     def forward(self, x: Tensor, graph: PatchGraph) -> tuple[Tensor, Tensor]:
         check_one_length(graph)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError, counted
 from gated_srp.models.attention import Attention
-from gated_srp.models.block import PPEG, Adapter, Block, LastBlock, OwnStart
-from gated_srp.models.fast import one_pass
+from gated_srp.models.block import PPEG, Adapter, Block, LastBlock, OwnStart, refuse_wrapped
+from gated_srp.models.fast import one_pass, plain
 from gated_srp.models.fast.inference import Scratch, embedded
 from gated_srp.srp import Coefficient, Direction, GatedSRP, NeighbourMean, PatchGraph, SignedGate, signed, zeros
 from gated_srp.streams import stream
@@ -155,6 +155,7 @@ class SlideTransformer(SlideModel):
 
     def encode(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> Tensor:
         """What leaves the last block: CLS alone, (B, 1, C), unless it updates patches too."""
+        refuse_wrapped(self.blocks, self.ppeg)
         if keep is None and self.training and self.drop_path > 0:
             keep = self.draw_keep(len(features), device=features.device)
         scratch = Scratch() if one_pass(self.ppeg, *self.blocks) else None
@@ -189,7 +190,7 @@ class SlideTransformer(SlideModel):
         patches = features.shape[1]
         missing = 0 if self.ppeg is None else math.ceil(math.sqrt(patches)) ** 2 - patches
         graph = graph.with_isolated(before=1, after=missing)
-        if one_pass(self.in_proj):
+        if one_pass(self.in_proj) and plain(self.in_proj):
             return embedded(features, self.in_proj, self.cls_token, missing, scratch), graph
         x = self.in_proj(features.to(self.in_proj.weight.dtype))  # (B, N, C)
         first, rest = torch.split(x, [missing, patches - missing], dim=1)

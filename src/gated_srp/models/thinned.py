@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gated_srp.errors import UserError
-from gated_srp.models.block import Adapter, Block
+from gated_srp.models.block import Adapter, Block, refuse_wrapped
 from gated_srp.models.fast import one_pass
 from gated_srp.models.fast.inference import Scratch
 from gated_srp.models.slide import SlideModel, SlideTransformer
@@ -149,6 +149,7 @@ def thinned_logits(model: SlideModel, features: Tensor, graph: PatchGraph, kept:
     if len(kept) == graph.num_rows:
         logits: Tensor = model(features, graph)
         return logits
+    refuse_wrapped(model.blocks, model.ppeg)
     thinning = Thinning.of(graph, kept)
     scratch = Scratch() if one_pass(model.ppeg, *model.blocks) else None
     x, rows = model.tokens(features[:, kept], thinning.graph, scratch)

@@ -4,13 +4,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
 
-from gated_srp import PatchGraph, trace
+from gated_srp import PatchGraph, UserError, trace
 from gated_srp.machine import has_bf16
 from gated_srp.models import build_model
-from gated_srp.models.fast import one_pass, plain_forwards
+from gated_srp.models.fast import one_pass, plain, plain_forwards
 from gated_srp.models.fast.inference import RowLayer, Scratch
+from gated_srp.models.fast.packed import packed_logits
 from gated_srp.models.nystrom import NystromAttention
+from gated_srp.models.thinned import thinned_logits
 
 ARMS = [
     "na",
@@ -33,6 +36,11 @@ def slide():
     features = torch.randn(PATCHES, 8, generator=draw, dtype=torch.float64)
     coords = torch.stack([torch.arange(PATCHES) % 50, torch.arange(PATCHES) // 50], 1) * 256
     return features[None], PatchGraph.from_coords(coords, features, stride=256)
+
+
+@pytest.fixture(scope="module")
+def small(slide):
+    return slide[0][:, :64], slide[1].first(64)
 
 
 def trained(arm, seed=1):
@@ -128,20 +136,91 @@ def test_one_place_says_when_a_prediction_passes_in_one_go():
         handle = watched.register_forward_pre_hook(lambda *_: None)
         assert not one_pass(watched, x=x)
         handle.remove()
-        assert one_pass(watched, x=x)
+        assert one_pass(watched, x=x) and plain(watched) and not plain(watched, torch.nn.Conv2d)
+        watched.forward = lambda x: x  # some libraries wrap a layer so
+        assert not plain(watched)
 
 
-@pytest.mark.parametrize("name", ["mlp.fc1", "mlp.fc2", "attn.proj"])
+@pytest.mark.parametrize("name", ["mlp.fc1", "mlp.fc2", "attn.proj", "attn.qkv", "norm1", "norm2"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_whoever_hooks_a_linear_layer_sees_what_it_gave(name, grad, slide):
+def test_whoever_hooks_a_layer_sees_what_it_gave(name, grad, slide):
     model, kept = trained("gated_srp"), []
+    expected = model(*slide).detach()
     layer = model.blocks[1].get_submodule(name)
-    layer.register_forward_hook(lambda module, args, output: kept.append((args[0], output)))
+    handle = layer.register_forward_hook(lambda module, args, output: kept.append((args[0], output)))
     with torch.set_grad_enabled(grad):
-        model(*slide)
+        logits = model(*slide)
+    handle.remove()
     ((rows, given),) = kept
+    assert rows.shape[:2] == (1, 2501)
     with torch.no_grad():
-        torch.testing.assert_close(given, torch.nn.functional.linear(rows, layer.weight, layer.bias))
+        torch.testing.assert_close(given, layer(rows))
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp.fc1", "mlp.fc2", "attn.proj", "attn.qkv", "attn", "correction", "norm1"])
+def test_whoever_hooks_a_backward_sees_its_gradient(name, small):
+    model, seen = trained("gated_srp"), []
+    weights = list(model.parameters())
+    expected = torch.autograd.grad(model(*small).sum(), weights)
+    module = model.blocks[1].get_submodule(name)
+    module.register_full_backward_hook(lambda module, into, out: seen.append(out[0].shape[-1]))
+    found = torch.autograd.grad(model(*small).sum(), weights)
+    assert len(seen) == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # pinv is float32
+
+
+class Doubled(torch.nn.Module):
+    """As an adapter around a layer is: it shows the layer's weights, and computes more."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base = layer
+        self.weight, self.bias, self.in_features = layer.weight, layer.bias, getattr(layer, "in_features", 0)
+
+    def forward(self, x):
+        return 2 * self.base(x)
+
+
+LAYERS = [("gated_srp", f"blocks.1.{name}") for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+LAYERS += [("na", "blocks.3.attn.qkv"), ("diff", "blocks.1.attn.k_proj"), ("na", "ppeg.conv5")]
+
+
+@pytest.mark.parametrize(("arm", "name"), LAYERS)
+def test_a_wrapped_layer_whose_weights_would_be_read_past_it_is_refused(arm, name, small):
+    (features, graph), model = small, trained(arm)
+    model.set_submodule(name, Doubled(model.get_submodule(name)))
+    calls = [lambda: model(features, graph), lambda: packed_logits(model, [(features[0], graph)] * 2)]
+    calls.append(lambda: thinned_logits(model, features, graph, torch.arange(40)))
+    for call in calls:
+        with pytest.raises(UserError, match=rf"{name}: is a .*Doubled, but.*merge_and_unload"):
+            call()
+
+
+def test_adapters_of_the_first_and_the_last_layer_count(small):
+    model, doubled = trained("gated_srp"), trained("gated_srp")
+    for name in ("in_proj", "head"):
+        model.set_submodule(name, Doubled(model.get_submodule(name)))
+        with torch.no_grad():
+            for parameter in doubled.get_submodule(name).parameters():
+                parameter.mul_(2)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model(*small), doubled(*small), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["attn.qkv", "attn.proj", "mlp.fc1"])
+def test_parametrized_weights_are_what_the_model_reads(name, small):
+    class Twice(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model, doubled = trained("gated_srp"), trained("gated_srp")
+    register_parametrization(model.blocks[1].get_submodule(name), "weight", Twice())
+    with torch.no_grad():
+        doubled.blocks[1].get_submodule(name).weight.mul_(2)
+        torch.testing.assert_close(model(*small), doubled(*small), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

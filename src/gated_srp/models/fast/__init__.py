@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from gated_srp.srp.projection import composed
+
 _off = False
 
 
@@ -26,9 +28,9 @@ def plain_forwards() -> Iterator[None]:
 
 
 def by_hand(*modules: nn.Module | None) -> bool:
-    """Whether a part runs by hand instead of through these modules: not for compilers, which fuse and derive by themselves, and
-    not where somebody has hooks on them."""
-    return not (_off or torch.compiler.is_compiling() or _watched(modules))
+    """Whether a part runs by hand instead of through these modules: not for compilers and function transforms, which fuse and derive by
+    themselves, and not where somebody has hooks on them."""
+    return not (_off or composed() or watched(*modules))
 
 
 def one_pass(*modules: nn.Module | None, x: Tensor | None = None, keep: Tensor | None = None) -> bool:
@@ -69,5 +71,14 @@ def halves_on_processor(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype.itemsize < 4
 
 
-def _watched(modules: tuple[nn.Module | None, ...]) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules if m is not None)
+def watched(*modules: nn.Module | None) -> bool:
+    """Whether somebody has hooks on one of them."""
+    hooks = (
+        m and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks) for m in modules
+    )
+    return any(hooks)
+
+
+def plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a call of the layer is the library's, with the layer's weight (which may be parametrized): then the weight may be read instead."""
+    return type(layer).forward is kind.forward and "forward" not in vars(layer)  # accelerate's hooks replace it

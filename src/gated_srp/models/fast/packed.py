@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.models.attention import split_heads
-from gated_srp.models.block import Block
+from gated_srp.models.block import Block, refuse_wrapped
+from gated_srp.models.fast import by_hand
 from gated_srp.models.fast.gradients import projections
 from gated_srp.models.masked import MaskedGraph, MaskedTransformer
 from gated_srp.models.nystrom import NystromAttention, nystrom, pinv, segment_means
@@ -99,6 +100,7 @@ def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], 
     assert isinstance(model, SlideTransformer) and model.packs
     for features, graph in bags:
         check_bags(features[None], graph, model.in_proj.in_features)
+    refuse_wrapped(model.blocks, model.ppeg)
     pack = Pack.of([graph for _, graph in bags], square=model.ppeg is not None)
     dtype = model.in_proj.weight.dtype
     x = model.in_proj(torch.cat([features.to(dtype) for features, _ in bags]))
@@ -144,7 +146,7 @@ def _add(x: Tensor, branch: Tensor, keep: Tensor | None, which: int) -> Tensor:
 
 def _attention(block: Block, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
     """y and v of all rows, or of the CLS rows for a last block, as of one bag: (1, H, rows, D)."""
-    if type(block.attn) is NystromAttention:
+    if type(block.attn) is NystromAttention and by_hand(block.attn, block.attn.qkv):
         return _nystrom(block.attn, x, pack, all_rows=block.patches)
     attend = block.attn if block.patches else block.attn.first_row
     parts = [attend(part, group) for part, group in zip(pack.split(x), pack.groups, strict=True)]
