@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from factories import write_trident
 from test_training_resume import wait_for_states
 from toy_cohorts import SMALL, open_config, planted, write_cohort, write_yaml
@@ -107,6 +109,30 @@ def test_a_barcode_tells_the_patient_whatever_the_table_calls_them(tmp_path):
     for section in ("DX2", "DX3"):
         added = [slide[:12] for slide in found["slide"] if slide.endswith(section)]
         assert added == [patient for patient in slides.index if slides[patient] == "train"]
+
+
+def test_without_a_table_all_files_are_used_and_nobody_may_be_tested(home, tmp_path):
+    write_trident(tmp_path / "more", "TCGA-AA-0001-01Z-00-DX1", planted(1, 1.0))
+    write_trident(tmp_path / "more", "TCGA-AA-0001-01Z-00-DX2", planted(2, 1.0))
+    plain = {key: one for key, one in yaml.safe_load(home.read_text()).items() if key not in ("table", "target")}
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(yaml.safe_dump(plain | {"features": str(home.parent / "feats"), "train": {**QUICK, "epochs": 1}}))
+    run = pretrain(alone, arm="na", seed=7, unlabelled=[tmp_path / "more"])
+    names = sorted([*(file.stem for file in (home.parent / "feats").rglob("*.h5")), "TCGA-AA-0001"])
+    drawn = [
+        names[i] for i in np.random.default_rng(7).permutation(19)[:2]
+    ]  # a tenth of 16 + 2 slides and a patient of two
+    parts = {name: "val" if name in drawn else "train" for name in names}
+    assert dict(run.split.to_numpy().tolist()) == parts and len(run.features) == 20
+    assert "warning: no table: pretraining on" in (run.path / "log.txt").read_text()
+    with pytest.raises(UserError, match="slides are known to these weights"):
+        train(home, arm="na", seed=42, init=run.path, out=tmp_path / "runs")
+    with pytest.raises(UserError, match="`folds` and `split` are of a table"):
+        pretrain(alone, arm="na", seed=8, settings={"folds": 3})
+    (tmp_path / "table.csv").write_text("slide,case,grade\ns000,p0,\ns001,p1,\n")
+    for target in ({}, {"target": "grade"}):
+        with pytest.raises(UserError, match=r"The split needs labels\. Leave `table` out to pretrain on all files"):
+            pretrain(alone, arm="na", seed=8, settings={"table": str(tmp_path / "table.csv"), **target})
 
 
 def test_killed_it_goes_on_bit_for_bit_with_workers_and_a_cache_or_without(home, done, tmp_path):
@@ -213,6 +239,9 @@ def test_what_does_not_fit_is_refused(home, done, tmp_path):
     refused("pretrained as gated_srp, whose blocks are not those of diff", arm="diff")
     refused("pretrained as gated_srp, whose blocks are not those of vit4", arm="vit4")
     refused("pretrained as gated_srp, whose blocks are not those of abmil", arm="abmil")
+    refused("a pretraining has no head for labels", train__only="gate", model__num_heads=4)
+    with pytest.raises(UserError, match=r"train\.init: a pretraining has no head for labels"):
+        train(open_config(home, train__only="gate", train__init="pretrained"), arm="gated_srp", seed=42)
     refused("other sizes: num_heads 2, here 4", model__num_heads=4)
     refused("other sizes: delta 1.0, here 2.0", model__delta=2.0)
     refused(

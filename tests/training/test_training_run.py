@@ -17,6 +17,7 @@ from gated_srp.data import read_bag
 from gated_srp.data.loader import BagLoader
 from gated_srp.errors import UserError
 from gated_srp.models import build_model, load_card, load_model, save_model
+from gated_srp.study.cells import Row, plan, refuse_mismatches
 from gated_srp.tasks import task_from_card
 from gated_srp.training.folder import RunFolder, differences
 from gated_srp.training.inputs import FeatureStatistics, load_inputs
@@ -200,6 +201,11 @@ def test_gates_are_fitted_alone_on_a_trained_base(cohort, tmp_path):
     assert "blocks.0.correction" in (run / "log.txt").read_text()
     recorded = json.loads((run / "environment.json").read_text())["init"]
     assert recorded["path"] == str(base / "model.safetensors") and len(recorded["sha256"]) == 64
+    cells = plan(config, [Row.of("gated_srp")], [42, 43])
+    refuse_mismatches(cells[:1], {})
+    told = f"which a study cannot name.*train COHORT --init MODEL --arm gated_srp --seed 43 .*--out '{config.out}'"
+    with pytest.raises(UserError, match=told):
+        refuse_mismatches(cells, {})
 
 
 def test_start_weights_that_do_not_fit_are_refused(cohort, tmp_path):

@@ -87,7 +87,10 @@ def pretrain(
         found = run(cohort, **which, **how, progress=progress)
     named = f"--arm {found.results['arm']} --seed {found.results['seed']}" + (f" --fold {fold}" if fold else "")
     same = [f"--out {out}"] * bool(out) + [f"--set {one}" for one in change or () if not one.startswith("train.")]
-    say(" ".join([f"Next: gated-srp train {cohort} {named} --init {found.path}", *same]))
+    labelled = found.settings.get("table") or found.settings.get("labels")
+    first = f"{cohort} {named}" if labelled else f"LABELLED.yaml --arm {found.results['arm']}"
+    said = " ".join([f"Next: gated-srp train {first} --init {found.path}", *same])
+    say(said if labelled else f"{said}\nLABELLED.yaml: a cohort of other patients, with labels.")
 
 
 def changes(given: list[str] | None) -> dict[str, str]:

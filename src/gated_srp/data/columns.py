@@ -195,11 +195,11 @@ class Header:
         if len(found) == 1:
             return found[0]
         seen = f"several columns could be the {key} ({', '.join(found)})" if found else f"no usual {key} column"
-        raise self.error(seen, f"Name it with `{key}` in the config.")
+        raise self.error(seen, f"Name it with `{key}` in the config.", kind="user" if found else "no_labels")
 
-    def error(self, what: str, cure: str) -> UserError:
+    def error(self, what: str, cure: str, *, kind: str = "user") -> UserError:
         """An error that names the table and lists its columns."""
-        return UserError(what, where=self.where, cure=f"{cure} {listed(self.frame)}".strip())
+        return UserError(what, where=self.where, cure=f"{cure} {listed(self.frame)}".strip(), kind=kind)
 
 
 def resolve_columns(
@@ -245,4 +245,5 @@ def _only_task(columns: Columns, header: Header) -> type[Task]:
     if len(seen) == 1 and columns.target is None:
         return seen[0]
     what = f"columns for {' and for '.join(kind.subject for kind in seen)}" if seen else "no usual label column"
-    raise header.error(what, "Set `task`, and name `target`, or `time` with `event` or `censorship`.")
+    cure = "Set `task`, and name `target`, or `time` with `event` or `censorship`."
+    raise header.error(what, cure, kind="user" if seen else "no_labels")

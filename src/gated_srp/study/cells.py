@@ -231,13 +231,22 @@ def _slides_of(config: CohortConfig) -> str:
 
 def _refuse_other_start(cell: Cell) -> None:
     """A cell that starts from a pretraining needs it before anything runs, and what is there must have started from it, or from fresh weights."""
+    there = cell.run.begun or cell.run.finished
+    if cell.config.train.only and not cell.config.train.init and not there:
+        how = f"--arm {cell.arm} --seed {cell.seed}{f' --fold {cell.fold}' if cell.config.folds else ''}"
+        how += f" --set train.only={cell.config.train.only} --out '{cell.config.out}'"
+        cure = f"Fit it first: `gated-srp train COHORT --init MODEL {how}`; a study then takes the finished run."
+        raise UserError(
+            "gate fits the gates of a trained base, which a study cannot name", where="train.only", cure=cure
+        )
     if not (cell.config.train.init or cell.run.environment.get("init")):
         return
-    from gated_srp.training.train import Job, pretrained_model, refuse_other_weights  # not above: few studies need it
+    from gated_srp.training.pretrain import pretrained_model  # not above: few studies need them
+    from gated_srp.training.train import Job, refuse_other_weights
 
     job = Job(cell.config, cell.arm, cell.seed, cell.fold)
     start = pretrained_model(job) if cell.config.train.init else None
-    if cell.run.begun or cell.run.finished:
+    if there:
         refuse_other_weights(replace(job, init=start))
 
 

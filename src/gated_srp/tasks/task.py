@@ -372,7 +372,7 @@ def read_classes(cells: Cells, classes: Sequence[str] | None, where: Path) -> tu
     absent = [name for name in order if name not in found]
     if absent or not order:
         said = f"no row of class {', '.join(absent) or '(any)'} in column {cells.name!r}. Found: {', '.join(found)}"
-        raise UserError(said, where=where, cure="Correct `classes` or `target`.")
+        raise UserError(said, where=where, cure="Correct `classes` or `target`.", kind="user" if found else "no_labels")
     return cells.map({name: i for i, name in enumerate(order)}), order
 
 

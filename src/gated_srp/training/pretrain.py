@@ -5,14 +5,16 @@ A pretraining learns from the training part of a split and chooses its epoch on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from gated_srp.config.cohort import CohortConfig, CohortData, open_cohort
+from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort
 from gated_srp.config.load import arm_notes, for_arm, with_changes
 from gated_srp.data.files.siblings import look_into, may_be_same, nothing_found
 from gated_srp.data.loader import SlideBag, SlideDataset, Variation
@@ -62,7 +64,8 @@ def pretrain(
     validation or test; the epoch is chosen on the validation part. Slides of test patients are not opened.
 
     Args:
-        cohort: the cohort's YAML, or its config; its table gives the split, labels are not used otherwise.
+        cohort: the cohort's YAML, or its config; its table gives the split, labels are not used otherwise. Without a table all files are
+            used, a tenth of the patients to choose the epoch; then nobody is held out for a test.
         arm: which model; None: Gated SRP, or the first of the cohort's arms where it has none.
         seed: of the split, the start weights, the order of slides and the masks; None: the cohort's first.
         fold: where the cohort sets ``folds``.
@@ -86,7 +89,9 @@ def pretrain(
         >>> run = gated_srp.pretrain("cohort.yaml", arm="gated_srp", seed=42)  # doctest: +SKIP
         >>> gated_srp.train("cohort.yaml", arm="gated_srp", seed=42, init=run.path)  # doctest: +SKIP
     """
-    masking, config = Masking(mask, block), with_changes(cohort, settings, out)
+    masking = Masking(mask, block)
+    with _saying_that_a_split_needs_labels():
+        config = with_changes(cohort, settings, out)
     arm = arm or config.main_arm
     pretrainable(arm)
     if config.images is not None:
@@ -120,15 +125,20 @@ class PretrainingJob(Job):
         return super().settings | {"pretraining": own}
 
     def load(self) -> TrainingData:
-        data = open_cohort(self.config)
-        split = data.split(self.seed, self.fold)
-        slides, notes = pretraining_slides(data, split, self.unlabelled)
+        if self.config.table is None and self.config.preset is None:
+            slides, split, notes = files_without_table(self.config, self.seed, self.unlabelled)
+        else:
+            with _saying_that_a_split_needs_labels():
+                data = open_cohort(self.config)
+            split = data.split(self.seed, self.fold)
+            slides, notes = pretraining_slides(data, split, self.unlabelled)
+            notes = (*data.notes, *split.notes, *notes)
         settings = slide_dataset(self.config, slides)
         width = open_header(settings.files[0], settings.settings).shape[1]
         task = MaskedFeatures(width, self.masking.share, self.masking.block)
         bags = MaskedDataset(slides, settings.settings, targets=task.encode(slides), cache=settings.cache)
         bags.masking, bags.seed = self.masking, self.seed
-        found = TrainingData(slides, split, task, bags, "slide", (*data.notes, *split.notes, *notes))
+        found = TrainingData(slides, split, task, bags, "slide", notes)
         return (
             found if self.run.begun or self.run.finished else replace(found, notes=(*found.notes, self.copying(found)))
         )
@@ -200,6 +210,46 @@ def pretraining_slides(
     return slides, (*notes, Note("note", "pretraining", said))
 
 
+def files_without_table(
+    config: CohortConfig, seed: int, folders: Sequence[Path]
+) -> tuple[pd.DataFrame, Split, tuple[Note, ...]]:
+    """slide, case, file and part of all feature files where no table names any: a tenth of the patients choose the epoch, the rest train."""
+    if config.folds or config.split:
+        cure = "Name a labelled table with `table`, or leave them out."
+        raise UserError("`folds` and `split` are of a table, and there is none", where=config.name, cure=cure)
+    files, notes = find_files(config)
+    for folder in folders:
+        files = [*files, *(more := look_into(folder, encoder=config.encoder).bags)]
+        if not more:
+            raise nothing_found(folder, encoder=config.encoder)
+    matches, said = match_features(list(dict.fromkeys(map(slide_stem, files))), files, config.exclude)
+    rows = [(slide, tcga_patient(file) or slide, file) for slide, file in matches.found.items()]
+    slides = pd.DataFrame(rows, columns=["slide", "case", "file"])
+    cases = sorted(set(slides["case"]))
+    if len(cases) < 2:
+        what = f"{counted(len(cases), 'patient')} with a feature file: one chooses the epoch, at least one trains"
+        raise UserError(what, where=config.name, cure="Add files.")
+    order = np.random.default_rng(seed).permutation(len(cases))
+    chosen = {cases[i] for i in order[: max(1, round(0.1 * len(cases)))]}
+    split = Split("case", {case: "val" if case in chosen else "train" for case in cases}, "drawn without a table")
+    slides["part"] = slides["case"].map(split.parts)
+    words = f"no table: pretraining on {(slides['part'] == 'train').sum()} slides, epoch chosen on {(slides['part'] == 'val').sum()}"
+    words += "; nobody is held out for a test. A run that tests on these patients refuses these weights"
+    left = tuple(Note("note", "files", line) for line in matches.report()) if len(matches.found) < len(files) else ()
+    return slides, split, (*notes, *said, *left, Note("warning", "no_table", words))
+
+
+@contextmanager
+def _saying_that_a_split_needs_labels() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if error.kind != "no_labels":
+            raise
+        cure = "The split needs labels. Leave `table` out to pretrain on all files, or name a labelled table and give the rest with --unlabelled."
+        raise error.changed(cure=f"{cure} {error.cure}") from None
+
+
 def _folder_slides(
     folder: Path, data: CohortData, held: set[str], *, taken: Sequence[Path]
 ) -> tuple[pd.DataFrame, Note]:
@@ -232,12 +282,37 @@ def _folder_slides(
 # Weights to start from -------------------------------------------------------------------------------------------------
 
 
+def pretrained_model(job: Job) -> Path | None:
+    """The model that `pretrain` left for the run's arm, seed and fold, in ``out`` or in a folder above it (a study writes into folders below)."""
+    if job.config.train.only:
+        raise _headless("train.init")
+    out = job.config.out
+    places = [RunFolder.of(pretraining_place(job.config, one), **job.which) for one in (out, *out.parents[:3])]
+    found = [run.model for run in places if run.finished]
+    if found or job.run.begun or job.run.finished:
+        return found[0] if found else None
+    which = f"--arm {job.arm} --seed {job.seed}" + (f" --fold {job.fold}" if job.config.folds else "")
+    wanted = places[0].path.relative_to(out)
+    what = f"train.init: pretrained, but there is no finished run {wanted} in `out` or a folder above it"
+    cure = f"Run `gated-srp pretrain COHORT {which}` first, with the same `out`."
+    raise UserError(what, where=str(job.run.path), cure=cure)
+
+
+def _headless(where: str) -> UserError:
+    what = "a pretraining has no head for labels: train.only: gate would freeze an untrained one"
+    return UserError(
+        what, where=where, cure="Train from it without train.only; then fit the gates on that run's model."
+    )
+
+
 def check_start(
-    card: Mapping[str, Any], model: SlideModel, inputs: TrainingData, *, where: Path
+    card: Mapping[str, Any], model: SlideModel, inputs: TrainingData, *, where: Path, only: str | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """What a run keeps of a model that it starts from, and what to say. A pretraining that does not fit, or that has seen slides which
     this run validates or tests on, is refused; of other models the latter is said."""
     pretrained = card.get("task") == PRETRAINING
+    if pretrained and only:
+        raise _headless(f"--init {where}")
     notes = _fitting(card, model, inputs, where) if pretrained else []
     seen = read_seen(card, where.parent)
     slides = inputs.members

@@ -22,7 +22,7 @@ from gated_srp.errors import UserError, counted
 from gated_srp.models import ARMS, SlideModel, build_model, find_arm, load_card, model_file
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.training.callbacks import RunCallbacks, check_loggers, stop_on_signals
-from gated_srp.training.folder import RunFolder, departures, environment, pretraining_place, settings_of, versions
+from gated_srp.training.folder import RunFolder, departures, environment, settings_of, versions
 from gated_srp.training.inputs import TrainingData, check_files, fingerprints, load_inputs, refuse_other_inputs
 from gated_srp.training.loop import Training, fit
 from gated_srp.training.optim import file_hash, freeze_all_but_gates, start_weights
@@ -76,7 +76,11 @@ def train(
     seed = config.seeds[0] if seed is None else seed
     said, config = tuple(note.line for note in arm_notes(config, arm)), for_arm(config, arm)
     job = Job(config, arm, seed, fold, devices=devices, deep=deep, said=said)
-    start = model_file(Path(init)) if init else pretrained_model(job) if config.train.init else None
+    start = model_file(Path(init)) if init else None
+    if config.train.init and not init:
+        from gated_srp.training.pretrain import pretrained_model  # not above: few runs start from one
+
+        start = pretrained_model(job)
     return run_job(replace(job, init=start), save_every=save_every, loggers=loggers, progress=progress)
 
 
@@ -133,20 +137,6 @@ class Job:
 
     def load(self) -> TrainingData:
         return load_inputs(self.config, self.seed, self.fold)
-
-
-def pretrained_model(job: Job) -> Path | None:
-    """The model that `pretrain` left for the run's arm, seed and fold, in ``out`` or in a folder above it (a study writes into folders below)."""
-    out = job.config.out
-    places = [RunFolder.of(pretraining_place(job.config, one), **job.which) for one in (out, *out.parents[:3])]
-    found = [run.model for run in places if run.finished]
-    if found or job.run.begun or job.run.finished:
-        return found[0] if found else None
-    which = f"--arm {job.arm} --seed {job.seed}" + (f" --fold {job.fold}" if job.config.folds else "")
-    wanted = places[0].path.relative_to(out)
-    what = f"train.init: pretrained, but there is no finished run {wanted} in `out` or a folder above it"
-    cure = f"Run `gated-srp pretrain COHORT {which}` first, with the same `out`."
-    raise UserError(what, where=str(job.run.path), cure=cure)
 
 
 def _check(job: Job) -> None:
@@ -244,12 +234,9 @@ def _train(job: Job, inputs: TrainingData, callbacks: RunCallbacks) -> None:
         try:
             fit(training, inputs.rows("train"), lambda: validate(training, inputs, callbacks), callbacks)
             if (left := training.settings.epochs - training.progress.epoch) > 0:
-                waited = (
-                    f"{counted(training.progress.epoch - training.progress.best_epoch, 'epoch')} without a better one"
-                )
-                callbacks.say(
-                    f"stopped early, {waited} (train.patience); {left} of {training.settings.epochs} are left out"
-                )
+                idle = counted(training.progress.epoch - training.progress.best_epoch, "epoch")
+                rest = f"{left} of {training.settings.epochs} are left out"
+                callbacks.say(f"stopped early, {idle} without a better one (train.patience); {rest}")
             results = read_results(training, inputs, callbacks)
         except Exception as error:
             from gated_srp.training.memory import memory_error
@@ -336,7 +323,7 @@ def _start(job: Job, model: SlideModel, inputs: TrainingData) -> tuple[dict[str,
     if card:
         from gated_srp.training.pretrain import check_start  # not above: few runs have start weights with a card
 
-        found, notes = check_start(card, model, inputs, where=job.init)
+        found, notes = check_start(card, model, inputs, where=job.init, only=job.config.train.only)
         facts |= found
     return facts, start_weights(model, job.init, all_of_trunk=job.config.train.only == "gate") + notes
 
