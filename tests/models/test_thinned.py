@@ -11,7 +11,7 @@ from gated_srp.models import build_model, find_arm
 from gated_srp.models.attention import merge_heads
 from gated_srp.models.fast import plain_forwards
 from gated_srp.models.thinned import Thinning, kept_patches, refuse_budget, thinned_logits
-from gated_srp.srp import PatchGraph
+from gated_srp.srp import GatedSRP, PatchGraph, projection
 
 SIZES = {"in_dim": 6, "num_outputs": 3, "dim": 12, "num_heads": 2, "depth": 3, "num_landmarks": 4, "hidden_dim": 4}
 
@@ -121,6 +121,19 @@ def test_a_thinned_prediction_is_the_one_written_out_by_hand(slide, generator, a
         with plain_forwards():
             torch.testing.assert_close(found, thinned_logits(model, features[None], graph, kept), atol=2e-6, rtol=2e-6)
         assert (found - model(features[None], graph)).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_kernels_never_take_lists_that_lack_neighbours(slide, monkeypatch):
+    (features, graph), model = slide, build_model("fixed_beta_1", **SIZES).double().eval()
+    kept = kept_patches(graph, 0.5)
+    whole, thinned = model(features[None], graph), thinned_logits(model, features[None], graph, kept)
+    monkeypatch.setattr(projection, "by_kernels", lambda y: True)
+    monkeypatch.setattr(GatedSRP, "_by_kernels", lambda module, y, v, graph: 0 * y)  # seen wherever they take over
+    assert thinned_logits(model, features[None], graph, kept).equal(thinned)
+    with plain_forwards():
+        torch.testing.assert_close(thinned_logits(model, features[None], graph, kept), thinned, atol=2e-6, rtol=2e-6)
+    assert not model(features[None], graph).isclose(whole).any()
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -91,6 +91,14 @@ def test_float_and_negative_coordinates_work(cells, dtype, stride, start):
     assert graph.places.equal(PatchGraph.from_coords(cells - 3, stride=1).places)
 
 
+@pytest.mark.parametrize("lattice", ["floor", "exact"])
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32"])
+def test_coordinates_of_every_integer_type_give_the_same_graph(kind, lattice):
+    coords = torch.cartesian_prod(torch.arange(5), torch.arange(5)) * 8 - (0 if kind.startswith("u") else 16)
+    wanted, found = (PatchGraph.from_coords(c, lattice=lattice) for c in (coords, coords.to(getattr(torch, kind))))
+    assert lists(found) == lists(wanted) == tolerant_lists(coords, 8) and found.places.equal(wanted.places)
+
+
 def test_whole_pixels_are_never_taken_for_rounding():
     coords = torch.tensor([[0.0, 0.0], [2047.0, 0.0], [4096.0, 0.0]])
     assert lists(PatchGraph.from_coords(coords, stride=2048)) == lists(

@@ -76,6 +76,28 @@ def test_a_region_of_one_layer_is_set_and_nothing_else(model, slide, fast):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("arm", ["vit4_gated_srp", "vit4_tome_gated_srp", "vit4_evit_gated_srp"])
+def test_a_region_is_the_rows_that_stand_for_its_patches(arm):
+    """Where rows are merged or pruned on the way, a row counts if one of its patches does."""
+    draw = torch.Generator().manual_seed(3)
+    features, region = torch.randn(60, 8, generator=draw), torch.arange(60) // 15 == 1
+    model = build_model(arm, in_dim=8, num_outputs=3, dim=16, num_heads=2, hidden_dim=4).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    owners = []
+    for block in model.blocks:
+        own = torch.arange(1, 61)
+        block.register_forward_pre_hook(lambda _, args, own=own: owners.append(getattr(args[1], "owner", own).tolist()))
+    with set_gates(model, 0.5, patches=region), trace(model, attention=False) as seen:
+        model(features[None], PatchGraph.from_grid(6, 10).with_features(features))
+    for layer, owner in list(zip(seen, owners, strict=True))[:-1]:
+        chosen = {owner[patch] for patch in range(60) if region[patch]}
+        expected = [row in chosen for row in owner]
+        assert (layer.beta == 0.5).tolist() == [expected] * 2 and not all(expected)
+    assert (len(set(owners[-2])) < 60) == (arm != "vit4_gated_srp")
+
+
+@torch.no_grad()
 def test_the_one_pass_prediction_and_the_plain_forward_agree_on_a_region(model, slide):
     region = torch.zeros(N, dtype=torch.bool)
     region[900:1300] = True

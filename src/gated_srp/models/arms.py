@@ -92,9 +92,7 @@ def _dense_differential(sizes: Sizes, number: int) -> Attention:
 
 def _other(name: str, *takes: str) -> _Make:
     """An attention by its name, so that a run without it does not load it. ``takes``: sizes beside width and heads."""
-    return lambda sizes, number: _named(name)(
-        sizes.dim, sizes.num_heads, **{size: getattr(sizes, size) for size in takes}
-    )
+    return lambda sizes, number: _named(name)(sizes.dim, sizes.num_heads, **{one: getattr(sizes, one) for one in takes})
 
 
 def _but_last(attention: _Make, last: _Make) -> _Make:
@@ -157,9 +155,7 @@ ARMS: dict[str, Arm | PeerArm] = {
     ),
     "gated_srp_range_free": _gated(Gate(bound=srp.range_free), about="2 tanh(logit / 2) in place of delta tanh(logit)"),
     "gated_srp_live": _gated(Gate(live=True), about="gradients flow through what the gate measures"),
-    "gated_srp_token_only": _gated(
-        Gate(head=False), about="one coefficient for all heads of a token, but for their biases"
-    ),
+    "gated_srp_token_only": _gated(Gate(head=False), about="one coefficient per token for all heads, but for biases"),
     "gated_srp_head_only": _gated(Gate(hidden_dim=None), about="no token MLP"),
     "gated_srp_no_bias": _gated(Gate(bias=False), about="no biases in the gate"),
     "gated_srp_xavier": _gated(Gate(init=srp.xavier), about="starts from Xavier's values, not as an identity"),
@@ -171,7 +167,11 @@ ARMS: dict[str, Arm | PeerArm] = {
         about="the gate along the neighbours' means of windows 3, 5 and 7, mixed per token and head by learned weights",
     ),
     # Controls: the same gate on another axis, a gate that only removes, weights without a direction
-    "axis_own_value": _gated(Gate(), direction=lambda sizes: OwnValue(), about="the gate along the token's own value"),
+    "axis_own_value": _gated(
+        Gate(),
+        direction=lambda sizes: OwnValue(),
+        about="the gate along the token's own value; unlike Gated SRP it corrects CLS and padding too, and its axis gets a gradient",
+    ),
     "axis_slide_mean": _gated(
         Gate(), direction=lambda sizes: srp.SlideMean(), about="the gate along the mean of the whole slide"
     ),

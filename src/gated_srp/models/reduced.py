@@ -32,6 +32,10 @@ class ReducedGraph(PatchGraph):
         """Each patch has the value of its row: (1, H, L) -> (H, N)."""
         return values[0, :, self.owner]
 
+    def rows_of(self, patches: Tensor) -> Tensor:
+        """A row counts if one of its patches does."""
+        return torch.zeros_like(self.size).index_add_(0, self.owner, patches.to(self.size.dtype)) > 0
+
 
 class SharedMap(DenseAttention):
     """Dense attention whose map gives each patch its share of what its row gets."""

@@ -67,6 +67,7 @@ class ThinnedGraph(PatchGraph):
     ``counts`` (L,): how many both are, so that m and every mean are those of the whole slide. ``outside`` (T, C): values of those left out.
     """
 
+    plain_lists = False
     counts: Tensor = None  # type: ignore[assignment]  # fields of the base have defaults
     beyond: Tensor = None  # type: ignore[assignment]
     beyond_offsets: Tensor = None  # type: ignore[assignment]

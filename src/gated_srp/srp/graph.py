@@ -30,6 +30,7 @@ class PatchGraph:
     """
 
     scales = 1  # magnifications of its patches; without a type: no field
+    plain_lists = True  # means are of the rows in the lists, and of nothing else
     neighbours: Tensor  # (E,) int64, row numbers
     offsets: Tensor  # (B * L + 1,) int64
     homogeneity: Tensor  # (B * L,) float32, mean cosine of the raw features to the neighbours'
@@ -245,6 +246,10 @@ class PatchGraph:
         """Patch columns alone: (B, H, L) -> (H, N) for one bag, (B, H, longest) for several (shorter bags end in padding)."""
         kept = values[..., self.before : self.before + max(self.lengths)]
         return kept[0] if self.num_bags == 1 else kept
+
+    def rows_of(self, patches: Tensor) -> Tensor:
+        """Which rows of one bag stand for the patches chosen, (N,) bool -> (rows up to the last such,) bool."""
+        return F.pad(patches, (self.before, 0))
 
 
 torch.export.register_dataclass(PatchGraph, serialized_type_name="gated_srp.PatchGraph")

@@ -10,13 +10,18 @@ from torch.nn import functional as F
 from gated_srp.errors import UserError
 
 
+def _signed(coords: Tensor) -> Tensor:
+    """Whole numbers as int64: differences of unsigned or short ones would wrap around."""
+    return coords if coords.is_floating_point() else coords.long()
+
+
 def infer_stride(coords: Tensor) -> float:
     """The most frequent distance between successive patches of a row or a column.
 
     >>> infer_stride(torch.tensor([[0, 0], [512, 0], [1024, 0], [0, 512]]))
     512.0
     """
-    gaps = []
+    coords, gaps = _signed(coords), []
     for a, b in ((0, 1), (1, 0)):  # gaps in a among patches that share b
         order = coords[:, a].argsort(stable=True)
         order = order[coords[order, b].argsort(stable=True)]
@@ -86,6 +91,7 @@ def cells_of(coords: Tensor, stride: float) -> Tensor:
     >>> cells_of(torch.tensor([[128.0, 127.0]], dtype=torch.float64), 25.6)  # 128 // 25.6 is 4
     tensor([[5, 4]])
     """
+    coords = _signed(coords)
     if not coords.is_floating_point():
         whole = stride.is_integer()
         return torch.div(
@@ -110,6 +116,7 @@ def floor_cells(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Ten
 
 def near_offsets(coords: Tensor, stride: float, radius: int) -> tuple[Tensor, Tensor]:
     """Lattice `exact`: neighbours are all patches within stride / 8 of a lattice offset, the offset (0, 0) excepted."""
+    coords = _signed(coords)
     cells = torch.div(coords.double(), stride, rounding_mode="floor").long()
     keys, pitch = _keys(cells, radius + 1)
     rows, found = _candidates(keys, pitch, keys.argsort(stable=True), radius + 1)
@@ -129,6 +136,7 @@ def window_places(pairs: tuple[Tensor, Tensor], coords: Tensor, stride: float, w
         cells = cells_of(coords, stride)
         steps = cells[found] - cells[rows]  # (E, 2)
     else:
+        coords = _signed(coords)
         steps = ((coords[found] - coords[rows]).double() / stride).round().long()
     dx, dy = (steps + window // 2).unbind(1)
     return (dx * window + dy).to(torch.uint8)

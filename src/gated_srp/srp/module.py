@@ -58,7 +58,7 @@ class GatedSRP(nn.Module):
         """The corrected heads, in the shape and dtype of y."""
         self._check(y, v, graph)
         y_rows, v_rows = _rows(y), _rows(v)  # (R, H, D)
-        if self._fused(y):
+        if self._fused(y, graph):
             z = self._by_kernels(y_rows, v_rows, graph)
             return z.view(len(y), -1, *z.shape[1:]).transpose(1, 2)  # (B, H, L, D)
         axis = self.direction(v_rows, graph)
@@ -75,7 +75,7 @@ class GatedSRP(nn.Module):
 
     def linear(self, y: Tensor, v: Tensor, graph: PatchGraph, layer: nn.Linear) -> Tensor:
         """layer(merge_heads(self(y, v, graph))), with the corrected heads recomputed in backward instead of kept: (B, L, O)."""
-        if self._composed() or self._fused(y):
+        if self._composed() or self._fused(y, graph):
             z = self(y, v, graph)
             merged: Tensor = layer(z.transpose(1, 2).flatten(2))
             return merged
@@ -100,7 +100,7 @@ class GatedSRP(nn.Module):
 
         A row's axis, diagnostics, beta and correction depend on other rows through v alone, so one pass does it all.
         """
-        if self._fused(v):  # all rows at once
+        if self._fused(v, graph):  # all rows at once
             return lambda y, rows: self._by_kernels(_rows(y), _rows(v), graph)
         axis_at = self.direction.axis_at(_rows(v), graph)
 
@@ -116,8 +116,9 @@ class GatedSRP(nn.Module):
         """Whether the equations are left to autograd or a compiler, one by one, instead of passing over row chunks."""
         return self.direction.learned or self.coefficient.live or composed()
 
-    def _fused(self, y: Tensor) -> bool:
-        return type(self.direction) is NeighbourMean and not self._composed() and projection.by_kernels(y)
+    def _fused(self, y: Tensor, graph: PatchGraph) -> bool:
+        listed = type(self.direction) is NeighbourMean and graph.plain_lists
+        return listed and not self._composed() and projection.by_kernels(y)
 
     def _by_kernels(self, y: Tensor, v: Tensor, graph: PatchGraph) -> Tensor:
         from gated_srp.srp import fused  # needs triton

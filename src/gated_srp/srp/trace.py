@@ -115,7 +115,7 @@ def set_gates(
             chosen = torch.ones_like(learned, dtype=torch.bool)  # (rows, H)
             if patches is not None:
                 graph: PatchGraph = args[2]
-                inside = F.pad(patches.to(learned.device), (graph.before, row + len(learned)))
+                inside = F.pad(graph.rows_of(patches.to(learned.device)), (0, row + len(learned)))
                 chosen &= inside[row : row + len(learned), None]
                 row += len(learned)
             if regime is not None:
