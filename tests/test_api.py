@@ -135,3 +135,14 @@ print(len(names), [m for m in ("torch", "numpy", "pandas", "yaml", "h5py") if m 
     assert done.returncode == 0, done.stderr
     number, heavy = done.stdout.strip().split(" ", 1)
     assert int(number) >= 18 and heavy == "[]"
+
+
+def test_the_page_of_the_api_names_every_command_that_is_no_function():
+    import typer
+
+    from gated_srp.cli import app
+
+    page = (HERE / "docs" / "api.md").read_text("utf-8")
+    named = re.findall(r"`(\w+)`", re.search(r"\(all but (.*?)\)", page, re.DOTALL)[1])
+    commands = typer.main.get_command(app).commands
+    assert named == sorted(name for name in commands if name not in gated_srp.__all__)

@@ -360,6 +360,13 @@ def test_the_contact_sheet_shows_the_highest_first_the_lowest_below_and_what_lie
             assert np.abs(shown[168, 310] - wanted).max() <= 1
 
 
+def test_a_name_with_dollars_is_drawn_as_it_is(tmp_path):
+    patches = Patches.of(read_header(write_clam(tmp_path, "a$_$b", make_slide(1))))
+    one = PatchMap("score", "score", np.arange(len(patches.corners), dtype=float))
+    draw_maps([("cost $_{$ of ^", patches, one)], tmp_path / "a.png", title="a$_$b: score")
+    assert (tmp_path / "a.png").is_file()
+
+
 def test_no_patch_that_gained_is_among_the_lowest_and_ties_are_not_filled_up():
     values = np.array([0.5, 0.2, 0.1, 0.05, -0.3])
     up, down = extremes(PatchMap("change", "", values, signed=True, unit=1.0), count=3)

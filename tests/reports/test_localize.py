@@ -27,6 +27,7 @@ from gated_srp.reports.localization import (
     detect,
     find_lesions,
     froc,
+    mean_over_runs,
     score,
 )
 from gated_srp.reports.localize import shown_values
@@ -94,6 +95,22 @@ def test_froc_equals_a_naive_loop_and_resampled_slides_equal_repeated_ones():
     times = np.array([2, 0, 1, 3, 1, 1])
     repeated = [one for one, count in zip(slides, times, strict=True) for _ in range(count)]
     assert froc(slides, times[None].astype(float))[0] == pytest.approx(naive_froc(repeated))
+
+
+def test_froc_of_resamples_does_not_depend_on_a_few_slides_with_most_of_the_detections():
+    rng = np.random.default_rng(0)
+    slides = [
+        Detections(np.exp(rng.normal(0, 1, 400 if number < 2 else 20)), np.exp(rng.normal(1, 1, 2)))
+        for number in range(8)
+    ]
+    times = np.array([[0, 0, 2, 1, 1, 2, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
+    repeated = [[one for one, count in zip(slides, row, strict=True) for _ in range(count)] for row in times]
+    assert froc(slides, times.astype(float)) == pytest.approx([naive_froc(own) for own in repeated], abs=1e-12)
+
+
+def test_a_resample_without_a_class_in_any_run_is_no_number_and_no_warning():
+    found = mean_over_runs([np.array([1.0, math.nan, math.nan]), np.array([3.0, 5.0, math.nan])])
+    np.testing.assert_array_equal(found, [2.0, 5.0, math.nan])
 
 
 def test_froc_by_hand():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from reports.viewer_folders import features, run
+from reports.viewer_folders import CARD, features, run
 from scipy.stats import beta
 
 from gated_srp import readers, score_readers
@@ -62,6 +62,13 @@ def test_a_pair_has_one_scale_or_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="which tells them apart"):
         readers(runs, tmp_path / "s1.h5", value="beta", out=tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_a_model_that_sees_more_than_a_slide_is_refused_in_words(tmp_path):
+    runs = [run(tmp_path, arm, card=CARD | {"bag": "patient"}) for arm in ("na", "gated_srp")]
+    with pytest.raises(UserError, match="all slides of a patient") as caught:
+        readers(runs, features(tmp_path), out=tmp_path / "out")
+    assert "heatmap --table" in caught.value.cure
 
 
 def test_preferences_have_exact_intervals_and_the_majority_counts_per_slide(sheet, tmp_path):

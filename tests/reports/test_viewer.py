@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from reports.viewer_folders import CARD, CELLS, SIDE, SIZE, features, image, run
+from slides.images import picture, write_slide
 
 from gated_srp import view
 from gated_srp.errors import UserError
@@ -28,6 +29,7 @@ from gated_srp.reports.viewer.server import make_server
 from gated_srp.reports.viewer.tiles import TileReader, grid, levels
 from gated_srp.reports.viewer.what_if import inside
 from gated_srp.slides.reader import SlideImage
+from gated_srp.slides.tiles import Tiling, plan_slide
 from gated_srp.srp.trace import set_gates
 from gated_srp.training.trained import TrainedRun, average, open_slide
 
@@ -344,6 +346,42 @@ def test_a_folder_that_is_no_viewer_is_not_written_over(viewer, tmp_path):
     with pytest.raises(UserError, match="is no viewer"):
         viewer.export(tmp_path / "precious")
     assert (tmp_path / "precious" / "thesis.tex").read_text() == "x"
+
+
+@pytest.mark.parametrize(("place", "said"), [("file", "is no viewer"), (".", "folder that you are in")])
+def test_an_export_onto_a_file_or_into_the_folder_one_is_in_is_refused(viewer, tmp_path, monkeypatch, place, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "file").write_text("x") if place == "file" else None
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match=said):
+        viewer.export(place)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty", *(["file"] if place == "file" else [])]
+
+
+def test_a_slide_that_cannot_be_shown_is_left_out_of_an_export_of_several(home, tmp_path):
+    (tmp_path / "a0.h5").write_bytes(b"nothing")
+    both = [tmp_path / "a0.h5", features(tmp_path, "s2")]
+    found = view(both, home / "na" / "seed42", export=tmp_path / "out")
+    (note,) = found.notes
+    assert note.startswith("left out: ") and "a0.h5" in note
+    assert '["s2"]' in (tmp_path / "out" / "index.js").read_text()
+    assert [path.name for path in (tmp_path / "out" / "slide").iterdir()] == ["0"]
+    assert '"s2"' in (tmp_path / "out" / "slide" / "0" / "data.js").read_text()[:200]
+    with pytest.raises(UserError, match="not an HDF5 file"):
+        view(both[:1], home / "na" / "seed42", export=tmp_path / "none")
+
+
+def test_a_slide_image_that_needs_an_option_of_extract_is_sent_there(home, tmp_path, monkeypatch):
+    bare = write_slide(tmp_path / "bare.tif", picture(SIZE, []), mpp=None)
+    with pytest.raises(UserError, match="does not name the encoder") as caught:
+        view(bare, home / "na" / "seed42", features=tmp_path / "f")
+    assert "`gated-srp extract" in caught.value.cure and "--encoder" in caught.value.cure
+    monkeypatch.setattr(
+        "gated_srp.reports.viewer.features_of_slide", lambda run, slide, *_, **how: plan_slide(slide, Tiling(size=64))
+    )
+    with pytest.raises(UserError, match="says neither its magnification") as caught:
+        view(bare, home / "na" / "seed42")
+    assert "`gated-srp extract" in caught.value.cure and "--mpp" in caught.value.cure
 
 
 def test_a_large_slide_is_exported_up_to_a_level_that_is_named(viewer, tmp_path, monkeypatch):

@@ -296,3 +296,32 @@ def test_the_command_takes_mpp_from_a_table(tmp_path):
 def test_an_mpp_that_is_none_is_refused(given):
     with pytest.raises(UserError, match="--mpp"):
         read_mpp(given)
+
+
+def test_patch_images_of_two_extractions_are_never_mixed(tmp_path):
+    """The same patches are there already for every encoder; other patches are refused and nothing is removed."""
+    slide, images = _slide(tmp_path), tmp_path / "out" / "20x_64px_0px_overlap" / "patch_images" / "a"
+    loose, strict = (Tiling(size=64, tissue=share) for share in (0.05, 1.0))
+    first = _settings(tmp_path / "out", tiling=loose, save_patches=True)
+    extract_slides([slide], first)
+    many = {path.name for path in images.glob("*.png")}
+    other = replace(first, encoder=replace(first.encoder, name="second"))
+    assert extract_slides([slide], other).done == [slide] and other.layout.has_images(other.job(slide))
+    third = replace(other, encoder=replace(first.encoder, name="third"), tiling=strict)
+    slim = write_slide(tmp_path / "a.tif", picture((400, 320), [(64, 64, 200, 192)]))
+    assert slim == slide
+    (failed,) = extract_slides([slide], third).failed
+    assert "images of other patches" in failed.what and str(images) in failed.what
+    assert {path.name for path in images.glob("*.png")} == many and not third.layout.path(third.job(slide)).exists()
+    assert not third.layout.has_images(third.job(slide)), "cut with another share of tissue"
+    (images / sorted(many)[0]).unlink()
+    assert not first.layout.has_images(first.job(slide)), "one is missing"
+
+
+def test_a_list_that_names_a_slide_in_two_ways_and_a_list_beside_a_list_are_refused(tmp_path):
+    _slide(tmp_path)
+    (tmp_path / "list.txt").write_text("a.tif\n./a.tif\n")
+    with pytest.raises(UserError, match=r"names ./a.tif twice"):
+        gated_srp.extract(tmp_path, tmp_path / "out", only=tmp_path / "list.txt")
+    with pytest.raises(UserError, match="but a list of slides was given"):
+        gated_srp.extract([tmp_path / "a.tif"], tmp_path / "out", only=tmp_path / "list.txt")

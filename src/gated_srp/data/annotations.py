@@ -305,10 +305,36 @@ def find_annotations(place: str | Path, slides: Sequence[str]) -> dict[str, Path
     return {slide: named[stem][0] for slide, stem in found.items()}
 
 
-def annotations_of(path: Path, header: "BagHeader") -> Annotations:
-    """A slide's annotations beside its feature file, which knows the size of the slide and of a patch."""
+def qupath_crops(file: Path | None, slide: Path | None, bounds: tuple[int, int] | None = None) -> tuple[Note, ...]:
+    """What to say of GeoJSON from or for QuPath (``file``; None: for it) on a slide that QuPath shows without its empty margin.
+
+    ``bounds``: the corner from which QuPath counts; None: not known, then the slide's ending tells.
+
+    >>> qupath_crops(Path("s1.geojson"), Path("s1.svs")), qupath_crops(Path("s1.xml"), Path("s1.mrxs"))
+    ((), ())
+    """
+    cropped = any(bounds) if bounds else slide is not None and slide.suffix.lower() in (".mrxs", ".scn")
+    if slide is None or not cropped or (file is not None and file.suffix.lower() not in (".geojson", ".json")):
+        return ()
+    corner = (
+        "the corner of what was scanned (openslide.bounds-x and -y)"
+        if bounds is None
+        else f"({bounds[0]}, {bounds[1]})"
+    )
+    what = f"QuPath counts pixels of this slide from {corner}, positions here are from the corner of the whole glass: "
+    what += "GeoJSON is read and written without that difference"
+    cure = "Add the corner to coordinates that were drawn in QuPath; subtract it from those that QuPath is to show."
+    return (Note("warning", "qupath", what, (slide.name,), cure),)
+
+
+def annotations_of(path: Path, header: "BagHeader", bounds: tuple[int, int] | None = None) -> Annotations:
+    """A slide's annotations beside its feature file, which knows the size of the slide and of a patch.
+
+    ``bounds``: of the slide's image, where it is at hand; see `qupath_crops`.
+    """
     if header.unit != "px":
         what = "its positions are in microns, so annotations in pixels cannot be laid over them"
         raise UserError(what, where=header.path, cure="Extract the slide again.", kind="annotations")
     side = float(header.patch_size_level0 or header.stride)
-    return read_annotations(path, size=header.level0_size, side=side, mpp=header.mpp)
+    found = read_annotations(path, size=header.level0_size, side=side, mpp=header.mpp)
+    return replace(found, notes=(*found.notes, *qupath_crops(path, header.wsi_path, bounds)))

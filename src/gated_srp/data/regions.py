@@ -141,6 +141,7 @@ class Regions:
             raise self.nothing_left(count, drawn.classes, header.path)
         lacking = [name for name in self.exclude if plain(name) not in map(plain, drawn.names)]
         more = f"; nothing of {' or '.join(lacking)} is drawn on it" if lacking else ""
+        more += "".join(f"; {note.what}. {note.cure}" for note in drawn.notes if note.kind == "qupath")
         words = f"{len(rows)} of {counted(count, 'patch')} kept: {self}{more}"
         return Kept(torch.from_numpy(rows), drawn.names, Note("note", "regions", words))
 

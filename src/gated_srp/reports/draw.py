@@ -149,7 +149,8 @@ def in_image_pixels(patches: Patches, info: SlideInfo) -> Patches:
             cure="Name the image that was extracted.",
         )
     mpp, magnification = header.mpp or info.mpp, header.magnification or info.magnification
-    return replace(patches, header=replace(header, mpp=mpp, magnification=magnification))
+    header = replace(header, mpp=mpp, magnification=magnification, wsi_path=header.wsi_path or info.path)
+    return replace(patches, header=header, bounds=info.bounds)
 
 
 def overview(patches: Patches, image: Path) -> tuple[Patches, np.ndarray, Canvas]:

@@ -198,7 +198,7 @@ def explain_file(
     prediction = predict_in_words(run, file, **how)
     name = slide_stem(file)
     outlines = None if annotations is None else find_annotations(annotations, [name])[name]
-    sections, written = _sections(view, file, out, image, outlines)
+    sections, written, notes = _sections(view, file, out, image, outlines)
     page = Environment(loader=PackageLoader("gated_srp.reports"), autoescape=True).get_template("explain.html.j2")
     content = page.render(
         style=files("gated_srp.reports").joinpath("templates", "page.css").read_text("utf-8"),
@@ -211,7 +211,7 @@ def explain_file(
     )
     target = out / f"{file.stem}.html"
     write_whole(target, content)
-    return Explanation(target, tuple(written), prediction, view.warnings)
+    return Explanation(target, tuple(written), prediction, tuple(dict.fromkeys([*view.warnings, *notes])))
 
 
 def _encoder_of(run: Path) -> str:
@@ -261,8 +261,9 @@ def in_words(name: str, value: object) -> tuple[str, str]:
 
 def _sections(
     view: SlideView, file: Path, out: Path, image: Path | None, outlines: Path | None
-) -> tuple[list[dict[str, Any]], list[Path]]:
+) -> tuple[list[dict[str, Any]], list[Path], list[Note]]:
     sections, written = [], []
+    notes: list[Note] = []
     for value, text in MEANING.items():
         try:
             drawn = draw_slide([view], file, out, value=value, image=image, annotations=outlines)
@@ -271,6 +272,7 @@ def _sections(
                 raise
             continue  # a model without gates has no such map
         written += drawn.written
+        notes += drawn.warnings
         if value != "homogeneity" and all(is_quiet(one) for one in drawn.maps):
             text += " Next to nothing happens in this map" + (
                 "." if value == "attention" else ": the gates of this model have hardly opened."
@@ -278,7 +280,7 @@ def _sections(
         shown = drawn.written if value == "attention" else drawn.written[:1]
         pictures = [_embedded(path) for path in shown]
         sections.append({"name": value.capitalize(), "text": text, "pictures": pictures})
-    return sections, written
+    return sections, written, notes
 
 
 def _embedded(path: Path) -> str:

@@ -201,12 +201,20 @@ def _predictions(run: RunFolder) -> pd.DataFrame:
     return run.predictions("test", run.settings["score"])
 
 
+def p_in_words(p: float) -> str:
+    """
+    >>> p_in_words(0.0304), p_in_words(3e-6)
+    ('p 0.030', 'p < 0.001')
+    """
+    return f"p {p:.3f}" if p >= 0.001 else "p < 0.001"
+
+
 def draw_kaplan_meier(rows: Runs, stem: Path, *, cohort: str, mark: str = "") -> list[Path]:
     """Test cases above and below the training cases' median risk; thin lines are seeds, p is the median of their log-rank tests."""
     figure, axes = panels(len(rows))
     for axis, (row, runs) in zip(axes, rows.items(), strict=True):
         p_values = [p for run in runs if not math.isnan(p := _draw_groups(axis, run))]
-        test = f"log-rank p {np.median(p_values):.3f}" if p_values else "one group only"
+        test = f"log-rank {p_in_words(float(np.median(p_values)))}" if p_values else "one group only"
         test += f" (median of {len(p_values)} seeds)" if len(p_values) > 1 else ""
         tidy(axis, x="time", y="survival probability", title=f"{arm_title(row)}\n{test}")
         axis.set_ylim(0, 1.02)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gated_srp.data.annotations import annotations_of, find_annotations
+from gated_srp.data.annotations import annotations_of, find_annotations, qupath_crops
 from gated_srp.data.files.siblings import find_bags
 from gated_srp.data.matching import slide_stem
 from gated_srp.data.prepared import Preparation, open_header
@@ -38,6 +38,7 @@ class SlideHeatmap:
     exports: tuple[Path, ...]
     maps: tuple[PatchMap, ...]
     row: GridRow
+    warnings: tuple[Note, ...] = ()  # of its annotations, and of files for other programs
 
     @property
     def written(self) -> list[Path]:
@@ -152,7 +153,8 @@ def heatmap(
                 view_slide(run, file, known=own.get(file, {}), **how) for run, own in zip(paths, others, strict=True)
             ]
             drawn.append(draw_slide(views, file, Path(out), annotations=known.get(slide_stem(file)), **shown))
-            warnings |= {note: None for view in views for note in view.warnings}
+            said = [*(note for view in views for note in view.warnings), *drawn[-1].warnings]
+            warnings |= dict.fromkeys(said)
         except UserError as error:
             if len(files) == 1:
                 raise
@@ -254,7 +256,10 @@ def draw_slide(
     title = f"{name}: " + (value if value in maps.VALUES else f"scores of {Path(value).name}")
     drawn, sheet = out / f"{stem}.png", None
     headed = [(panel.heading, panel.patches, panel.one) for panel in panels]
-    outlines = None if annotations is None else annotations_of(annotations, panels[0].patches.header)
+    on = panels[0].patches
+    outlines = None if annotations is None else annotations_of(annotations, on.header, on.bounds)
+    notes = outlines.notes if outlines else ()
+    notes += qupath_crops(None, on.header.wsi_path, on.bounds) if "geojson" in export else ()
     how: dict[str, Any] = {"percentile": percentile, "overlay": overlay, "numbers": numbers, "drawn": outlines}
     draw_maps(headed, drawn, title=title, slide=slide, **how)
     if image is not None:
@@ -271,7 +276,7 @@ def draw_slide(
     arms = [view.arm for view in views]
     methods = [arm_title(view.arm) if arms.count(view.arm) == 1 else view.run for view in views] or ["scores"]
     row = GridRow(name, dict(zip(methods, last.values(), strict=True)), slide)
-    return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels), row)
+    return SlideHeatmap(name, drawn, sheet, tuple(exports), tuple(panel.one for panel in panels), row, notes)
 
 
 def _score_panel(file: Path, value: str, reading: Preparation) -> _Panel:
@@ -286,4 +291,4 @@ def _score_panel(file: Path, value: str, reading: Preparation) -> _Panel:
 def _on_image(patches: Patches, here: Patches) -> Patches:
     """In the pixels of the image, as ``here`` is: a run with a cap has fewer patches of the same file."""
     scale = here.side / patches.side  # 1, unless the file has microns
-    return replace(patches, corners=patches.corners * scale, side=here.side, header=here.header)
+    return replace(patches, corners=patches.corners * scale, side=here.side, header=here.header, bounds=here.bounds)

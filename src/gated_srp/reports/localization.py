@@ -29,7 +29,6 @@ METRICS = (*PER_SLIDE, "froc")
 _MERGED_UM = 75.0  # regions nearer than this are one lesion, as in CAMELYON16
 _INSIDE = 1e-3  # of a patch: squares that only touch a region do not hit it
 _CANDIDATES = 201  # thresholds that are tried
-_DEEP = 4  # times the largest rate: thresholds beyond it no resample reaches
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -138,11 +137,12 @@ def froc_curve(slides: Sequence[Detections], weights: Floats | None = None) -> t
     ``weights`` (R, S): how often each slide counts; once if not given. Sensitivity is not a number without lesions.
     """
     weights = np.ones((1, len(slides))) if weights is None else weights
-    false = np.sort(np.concatenate([one.false for one in slides]))[::-1]
+    false = np.sort(np.concatenate([one.false for one in slides]))
     hits = np.concatenate([one.hits for one in slides])
-    most = math.ceil(_DEEP * RATES[-1] * len(slides))
-    least = false[most] if len(false) > most else -math.inf
-    tried = np.unique(np.concatenate([false[:most], hits[np.isfinite(hits) & (hits >= least)]]))[::-1]
+    hits = np.unique(hits[np.isfinite(hits)])
+    # Between two hits the sensitivity is constant, whatever the weights: of the thresholds there the two ends are enough.
+    above = np.searchsorted(false, hits, side="right")
+    tried = np.unique(np.concatenate([hits, false[above[above < len(false)]], false[:1]]))[::-1]
     wrong = np.stack([at_least(one.false, tried) for one in slides])  # (S, T)
     right = np.stack([at_least(one.hits, tried) for one in slides])
     lesions = weights @ np.array([len(one.hits) for one in slides], float)  # (R,)
@@ -185,6 +185,14 @@ def weighted_means(weights: Floats, values: Floats) -> Floats:
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         return (weights @ np.where(known, values, 0.0)) / (weights @ known.astype(np.float64))
+
+
+def mean_over_runs(samples: Sequence[Floats]) -> Floats:
+    """(R,) of each run -> (R,): the mean of those that are numbers; a resample without the class in any run has none."""
+    stacked = np.stack(samples)
+    with np.errstate(invalid="ignore"):
+        found: Floats = np.nansum(stacked, axis=0) / (~np.isnan(stacked)).sum(0)
+    return found
 
 
 class Interval(NamedTuple):

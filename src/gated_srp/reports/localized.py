@@ -31,6 +31,7 @@ from gated_srp.reports.localization import (
     froc,
     froc_curve,
     interval,
+    mean_over_runs,
     weighted_means,
 )
 from gated_srp.reports.tables import metric_name
@@ -224,9 +225,7 @@ def gates_by_class(jobs: Sequence[ScoredRun], patients: Patients) -> pd.DataFram
         own = [job for job in jobs if job.arm == arm and job.medians]
         frames = [(job, pd.DataFrame(job.medians)) for job in own]
         for value in dict.fromkeys(value for _, frame in frames for value in frame["value"]):
-            kinds = dict.fromkeys(
-                kind for _, frame in frames for kind in frame.columns if kind not in ("value", "place")
-            )
+            kinds = dict.fromkeys(kind for _, frame in frames for kind in frame if kind not in ("value", "place"))
             for kind in kinds:
                 medians, gaps = [], []
                 for job, frame in frames:
@@ -237,7 +236,7 @@ def gates_by_class(jobs: Sequence[ScoredRun], patients: Patients) -> pd.DataFram
                     found = weighted_means(weights, both)
                     medians.append(found[:, 0])
                     gaps.append(found[:, 1])
-                middle, gap = (interval(np.nanmean(side, axis=0)) for side in (medians, gaps))
+                middle, gap = (interval(mean_over_runs(side)) for side in (medians, gaps))
                 if not math.isnan(middle.value):
                     rows.append((arm, value, kind, *middle[:3], *gap[:3]))
     names = ["arm", "value", "class", "median", "low", "high", "minus_elsewhere", "gap_low", "gap_high"]

@@ -38,6 +38,7 @@ class Patches:
     side: float
     header: BagHeader
     rows: np.ndarray  # (L,) their row numbers in the file
+    bounds: tuple[int, int] | None = None  # of the image that they lie on, see `SlideInfo`
 
     @classmethod
     def of(cls, header: BagHeader, rows: np.ndarray | None = None) -> "Patches":
@@ -139,8 +140,7 @@ def view_bag(
     every: bool = False,
 ) -> SlideView:
     """The same of a slide that `open_slide` has opened, and of the run's model."""
-    run = trained.path
-    settings = trained.preparation(reading)
+    run, settings = trained.path, trained.preparation(reading)
     header = open_header(file, settings)
     own, which = rows_of(bag, file)
     if bag.parts and settings.cap:

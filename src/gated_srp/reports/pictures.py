@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Overlay = Literal["grey", "stain", "contour"]
 _LINES = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of outlines
+_PLAIN: dict[Any, Any] = {"text.parse_math": False}  # a name may have dollars
 _DPI = 160
 _PATCH = 224  # least pixels of a patch on a sheet
 _LARGEST = 448
@@ -40,9 +41,12 @@ _SMALL = 24  # pixels of a patch on a map that has no room for its number
 
 def draw_maps(maps: Sequence[tuple[str, Patches, PatchMap]], path: Path, **settings: Any) -> None:
     """`figure_of_maps` to a PNG."""
-    figure = figure_of_maps(maps, **settings)
-    with whole(path) as draft:
-        figure.savefig(draft, dpi=_DPI, format="png")
+    from matplotlib import rc_context
+
+    with rc_context(_PLAIN):
+        figure = figure_of_maps(maps, **settings)  # before anything is written: it may refuse
+        with whole(path) as draft:
+            figure.savefig(draft, dpi=_DPI, format="png")
 
 
 def figure_of_maps(
@@ -276,7 +280,9 @@ def figure_of_grid(
 
 def draw_grid(rows: Sequence[GridRow], path: Path, **settings: Any) -> None:
     """`figure_of_grid` to a PNG."""
-    with whole(path) as draft:
+    from matplotlib import rc_context
+
+    with rc_context(_PLAIN), whole(path) as draft:
         figure_of_grid(rows, **settings).savefig(draft, dpi=_DPI, format="png")
 
 

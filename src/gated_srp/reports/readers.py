@@ -30,6 +30,7 @@ from gated_srp.reports.draw import find_image, overview, place_of_images, scaled
 from gated_srp.reports.heatmap import feature_files
 from gated_srp.reports.maps import VALUES, maps_of, view_slide
 from gated_srp.reports.pictures import draw_maps
+from gated_srp.training.trained import TrainedRun
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,6 +132,10 @@ def readers(
         raise UserError(counted(len(paths), "run"), where="readers", cure="Name the two runs to compare.")
     if value not in VALUES:
         raise UserError(f"expected one of {', '.join(VALUES)}.", where=f"--value {value}")
+    for run in map(TrainedRun.open, paths):
+        if run.patients or run.covariates is not None:
+            what = f"sees {'all slides of a patient' if run.patients else 'clinical covariates'}; readers are shown single slides alone"
+            raise UserError(what, where=run.path, cure="Draw its maps with `gated-srp heatmap --table`.")
     files = feature_files(Path(features), paths)
     images = place_of_images(wsi, len(files))
     draw = np.random.default_rng(seed)

@@ -24,9 +24,9 @@ from gated_srp.files import remove_drafts
 from gated_srp.machine import keep_freed_memory
 from gated_srp.progress import Event, Progress, silent
 from gated_srp.slides.encoders import Encoder, PatchEncoder, find_encoder
-from gated_srp.slides.lists import read_list, read_mpp, refuse_same_names
-from gated_srp.slides.reader import SlideError, SlideImage, find_slides, slide_name
-from gated_srp.slides.store import LAYOUTS, Job, Trident, identity, refuse_other_slide, write_patches
+from gated_srp.slides.lists import chosen_slides, read_mpp, refuse_same_names
+from gated_srp.slides.reader import SlideError, SlideImage, slide_name
+from gated_srp.slides.store import LAYOUTS, Job, Trident, refuse_other, write_patches
 from gated_srp.slides.tiles import TilePlan, Tiling, begin_reading, plan_slide, read_tiles
 
 if TYPE_CHECKING:
@@ -153,11 +153,8 @@ def extract(
         >>> gated_srp.extract("slides/", "features/", encoder="uni_v2").failed  # doctest: +SKIP
         []
     """
-    if only is not None and isinstance(slides, str | Path):
-        found, noted = read_list(Path(only), Path(slides))
-        mpp = noted if mpp is None else mpp
-    else:
-        found = find_slides(Path(slides)) if isinstance(slides, str | Path) else [Path(slide) for slide in slides]
+    found, noted = chosen_slides(slides, only)
+    mpp = noted if mpp is None else mpp
     cut: dict[str, Any] = {"overlap": overlap, "tissue": tissue, "exclude_pen": exclude_pen}
     spec = find_encoder(encoder) if isinstance(encoder, str) else encoder
     every, each = read_mpp(mpp)
@@ -216,11 +213,11 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
             continue
         if found is None:
             todo.append(slide)
-        elif settings.save_patches and not settings.layout.has_images(settings.job(slide)):
-            made[slide] = found
+            continue
+        made[slide] = found
+        if settings.save_patches and not settings.layout.has_images(settings.job(slide)):
             todo.append(slide)
         else:
-            made[slide] = found
             outcome.there.append(slide)
             report(slide, "there already")
     encoder = _load_encoder(settings, made, outcome, needed=bool(set(todo) - set(made))) if todo or made else None
@@ -230,9 +227,8 @@ def extract_slides(slides: Sequence[Path], settings: Extraction, progress: Progr
     try:
         for slide, plan in _plans(pool, todo, settings):
             only_images = slide in made
-            report(
-                slide, _extract_one(pool, slide, plan, settings, None if only_images else encoder, outcome, progress)
-            )
+            how = _extract_one(pool, slide, plan, settings, None if only_images else encoder, outcome, progress)
+            report(slide, how)
     except BrokenProcessPool as error:
         raise UserError(
             "a reading process was ended from outside, most likely for lack of memory. Slides finished before are kept",
@@ -269,6 +265,8 @@ def _extract_one(
         count = len(tiles.coords)
         progress(Event("patches", 0, count, slide.name, slide))
         job = settings.job(slide)
+        if settings.save_patches:
+            settings.layout.begin_images(job, tiles.coords)
         with _rows(job, tiles, settings.layout, encoder) as rows:
             for start, batch in _batches(pool, slide, tiles, settings):
                 if encoder is not None and rows is not None:
@@ -355,7 +353,7 @@ def _made_of(settings: Extraction, slide: Path) -> dict[str, Any] | None:
     if made is None:
         return None
     with SlideImage(slide) as image:
-        refuse_other_slide(settings.layout.path(job), made["slide"], identity(image.info))
+        refuse_other(settings.layout.path(job), made, image.info, known_scale=job.mpp is not None)
     wanted = {"regions": None, "exclude_pen": None} | job.settings()
     if "blocks" not in made["slide"]:
         made["normalisation"] = wanted["normalisation"]  # not recorded by versions 0.1 and 0.2

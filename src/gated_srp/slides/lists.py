@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gated_srp.errors import UserError, counted
 from gated_srp.files import as_stored
-from gated_srp.slides.reader import slide_name
+from gated_srp.slides.reader import find_slides, slide_name
 
 _LARGEST = 2**24  # bytes of a list
 
@@ -52,6 +52,16 @@ def _read_mpp_table(path: Path) -> dict[str, str]:
     return {Path(str(wsi)).name: str(mpp) for wsi, mpp in zip(rows["wsi"], rows["mpp"], strict=True)}
 
 
+def chosen_slides(slides: str | Path | Sequence[str | Path], only: str | Path | None) -> tuple[list[Path], Path | None]:
+    """The slides that are meant by a slide, a folder or a list of them, and by `read_list` of ``only``."""
+    if only is None:
+        return find_slides(Path(slides)) if isinstance(slides, str | Path) else [Path(one) for one in slides], None
+    if not isinstance(slides, str | Path):
+        what = "names slides of a folder, but a list of slides was given"
+        raise UserError(what, where=f"only {only}", cure="Name the folder, or leave `only` out.")
+    return read_list(Path(only), Path(slides))
+
+
 def read_list(path: Path, folder: Path) -> tuple[list[Path], Path | None]:
     """The slides that a file lists, in its order, each below ``folder`` or a whole path; and the file again where it has a column mpp.
 
@@ -76,7 +86,7 @@ def read_list(path: Path, folder: Path) -> tuple[list[Path], Path | None]:
         what = f"{counted(len(lacking), 'slide')} of {len(names)} not found below {folder}: {', '.join(lacking[:3])}"
         raise UserError(what, where=f"--list {path}", cure="Names are relative to SLIDES and have their endings.")
     if len(set(slides)) < len(slides):
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        twice = next(name for number, name in enumerate(names) if slides[number] in slides[:number])
         raise UserError(f"names {twice} twice", where=f"--list {path}")
     return slides, path if "wsi" in columns and "mpp" in columns else None
 

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from gated_srp.bounded import ForeignFailure, try_out
-from gated_srp.errors import UserError
+from gated_srp.errors import Note, UserError
 from gated_srp.files import as_stored
 from gated_srp.slides.ome_zarr import OmeZarr, is_ome_zarr
 
@@ -70,6 +70,11 @@ class SlideInfo:
     mpp: float | None  # microns per pixel of level 0
     magnification: float | None  # nominal, of level 0
     vendor: str | None = None
+    bounds: tuple[int, int] = (
+        0,
+        0,
+    )  # the corner of what was scanned, where level 0 has an empty margin (MIRAX, Leica SCN)
+    notes: tuple[Note, ...] = ()
 
 
 class SlideImage:
@@ -337,11 +342,27 @@ def _describe(path: Path, slide: Any) -> SlideInfo:
     mpp = _number(known.get(f"{library}.mpp-x"))
     mpp = mpp if mpp is not None and _PLAUSIBLE[0] <= mpp <= _PLAUSIBLE[1] else None
     power = _number(known.get(f"{library}.objective-power"))
-    magnification = power or (nominal_magnification(mpp) if mpp else None)
+    magnification, notes = power or (nominal_magnification(mpp) if mpp else None), []
+    if (
+        power and mpp and abs(power * mpp / 10 - 1) > _NEAR
+    ):  # pixels are what counts: lenses between objective and camera are common
+        magnification = nominal_magnification(mpp)
+        said = f"says an objective of {power:g}x, but {mpp:.3g} µm per pixel, which is {magnification:.3g}x: the latter is used"
+        notes.append(
+            Note(
+                "warning",
+                "magnification",
+                said,
+                (str(path),),
+                "If that is wrong, give the right one with `extract --mpp`.",
+            )
+        )
+    corner = [int(_number(known.get(f"{library}.bounds-{axis}")) or 0) for axis in "xy"]
     vendor = known.get(f"{library}.vendor")
     size = tuple(int(side) for side in slide.dimensions)
     downsamples = tuple(float(d) for d in slide.level_downsamples)
-    return SlideInfo(path, (size[0], size[1]), downsamples, mpp, magnification, None if vendor is None else str(vendor))
+    said_of = (mpp, magnification, None if vendor is None else str(vendor), (corner[0], corner[1]), tuple(notes))
+    return SlideInfo(path, (size[0], size[1]), downsamples, *said_of)
 
 
 def _number(value: Any) -> float | None:

@@ -16,15 +16,16 @@ from PIL import Image
 
 from gated_srp.bounded import try_out
 from gated_srp.data.files.containers import opened
-from gated_srp.errors import UserError
+from gated_srp.errors import UserError, counted
 from gated_srp.files import full_hash, sampled_hash, whole, whole_hdf5, write_json
-from gated_srp.slides.reader import SlideInfo, slide_name
+from gated_srp.slides.reader import SlideError, SlideInfo, slide_name
 from gated_srp.slides.tiles import TilePlan, Tiling
 
 if TYPE_CHECKING:
     from gated_srp.data.regions import Regions
 
 _COUNT = "patches.json"  # in a folder of patch images: it is whole
+_CUT = ("patch_size", "target_magnification", "overlap", "tissue", "mpp", "regions", "exclude_pen")
 _ROWS = 64  # of a chunk: it must fit into HDF5's cache of 1 MB, or each batch rewrites it
 
 
@@ -88,7 +89,23 @@ class Trident:
         return self.picture(job).parent.with_name("patch_images") / job.name
 
     def has_images(self, job: Job) -> bool:
-        return (self.images(job) / _COUNT).is_file()
+        """Whether all are there, cut with the same settings; those of the encoder do not matter."""
+        try:
+            said = json.loads((self.images(job) / _COUNT).read_text(encoding="utf-8"))
+            wanted = json.loads(json.dumps(job.settings()))
+            same = all(said.get(key) == wanted.get(key) for key in _CUT)
+            return same and said["patches"] == sum(1 for _ in self.images(job).glob("*.png"))
+        except (OSError, ValueError, LookupError, AttributeError):  # not there, or somebody else's
+            return False
+
+    def begin_images(self, job: Job, coords: np.ndarray) -> None:
+        """Images of other patches in the folder, of another extraction, are refused: nothing is removed, nothing mixed."""
+        names = {f"{x}_{y}.png" for x, y in coords.tolist()}
+        others = sum(path.name not in names for path in self.images(job).glob("*.png"))
+        if others:
+            what = f"{self.images(job)} has {counted(others, 'image')} of other patches than those asked for"
+            cure = "Choose another -o, or remove that folder to have it written again."
+            raise SlideError(job.slide, what, cure=cure, kind="other_settings")
 
     def finish_images(self, job: Job, count: int) -> None:
         """All are written: say how many, and with which settings."""
@@ -196,6 +213,21 @@ def refuse_other_slide(file: Path, made: Mapping[str, Any], slide: Mapping[str, 
         )
 
 
+def refuse_other(file: Path, made: Mapping[str, Any], slide: SlideInfo, *, known_scale: bool) -> None:
+    """Features that are there must be of this slide, and of the scale that is read now.
+
+    Earlier versions believed the objective where a slide says another size of its pixels: such features must not mix with new ones.
+    """
+    refuse_other_slide(file, made["slide"], identity(slide))
+    if slide.notes and not known_scale and made["scanned"] not in (None, slide.magnification):
+        raise UserError(
+            f"was extracted as of {made['scanned']:g}x. The slide {slide.notes[0].what}",
+            where=file,
+            cure="Choose another -o, or remove the file to have it made again.",
+            kind="other_settings",
+        )
+
+
 def _words(slide: Mapping[str, Any]) -> str:
     size = f"{slide['bytes']:,} bytes, " if "bytes" in slide else ""
     return f"{slide.get('path', 'a slide')} ({size}{slide['size'][0]} x {slide['size'][1]})"
@@ -242,6 +274,7 @@ def _look_through(path: Path) -> None:
 def _made_with(file: h5py.File, features: str) -> dict[str, Any]:
     """Settings of an array of features, with what is known of the slide."""
     made = dict(json.loads(file[features].attrs.get("gated_srp", "{}")))
+    made["scanned"] = {**file.attrs, **file["coords"].attrs}.get("level0_magnification")
     if not isinstance(made.setdefault("slide", _known(file)), dict):
         raise ValueError("its slide is described by something else")
     return made

@@ -152,14 +152,14 @@ def plan_slide(
     tissue = TissueMask(find_tissue(overview, smallest=patch / 2, largest_hole=patch), scale)
     coords = lattice(info.size, where.side, where.stride)
     coords = coords[tissue.fraction(coords, where.side) >= max(tiling.tissue, 1e-9)] if len(coords) else coords
-    notes: tuple[Note, ...] = ()
+    notes = () if mpp else info.notes
     pen = None
     if tiling.exclude_pen:
         pen = TissueMask(find_pen(overview, microns=microns * scale), scale)
         clean = coords[pen.fraction(coords, where.side) < _INKED] if len(coords) else coords
         if lost := len(coords) - len(clean):
             said = f"{lost} of {counted(len(coords), 'patch')} left out for ink of a pen"
-            notes = (Note("note", "pen", said, (str(path),)),)
+            notes += (Note("note", "pen", said, (str(path),)),)
         coords = clean
     if regions is not None:
         coords, more = _within(regions, info, coords, where.side, microns)
@@ -173,7 +173,10 @@ def _within(
     regions: "Regions", info: SlideInfo, coords: np.ndarray, side: int, microns: float
 ) -> tuple[np.ndarray, tuple[Note, ...]]:
     """The patches that the regions keep, and what to say of a slide that nobody drew on."""
-    from gated_srp.data.annotations import read_annotations  # not above: readers of tiles do without torch
+    from gated_srp.data.annotations import (
+        qupath_crops,
+        read_annotations,
+    )  # not above: readers of tiles do without torch
 
     try:
         file = regions.needed(slide_name(info.path))
@@ -186,7 +189,7 @@ def _within(
             raise regions.nothing_left(len(coords), drawn.classes, info.path)
     except UserError as error:  # of this slide alone: others go on
         raise SlideError(info.path, joined(error.what, error.where), cure=error.cure, kind=error.kind) from None
-    return kept, ()
+    return kept, qupath_crops(file, info.path, info.bounds)
 
 
 def read_tiles(path: Path, where: Footprint, size: int, coords: np.ndarray) -> np.ndarray:

@@ -61,12 +61,14 @@ def signed(value: Any) -> str:
 def cell(value: Any, shown: str | None = None) -> Cell:
     """Sorts by the value; shows it, numbers with four digits, or a text of its own.
 
-    >>> cell(0.51236), cell(None), cell(True), cell(math.nan)[0], cell(2, "two")
-    (('0.5124', 0.51236), ('–', ''), ('True', True), '–', ('two', 2))
+    >>> cell(0.51236), cell(None), cell(True), cell(math.nan)[0], cell(2, "two"), cell(3e-6)[0]
+    (('0.5124', 0.51236), ('–', ''), ('True', True), '–', ('two', 2), '< 0.0001')
     """
     if value is None:
         return shown or "–", ""
-    return (mean_and_std(value) if isinstance(value, float) else str(value)) if shown is None else shown, value
+    if shown is None and isinstance(value, float):
+        shown = "< 0.0001" if 0 < value < 0.00005 else mean_and_std(value)  # a p is never zero
+    return str(value) if shown is None else shown, value
 
 
 def spread(middle: Any, deviation: Any) -> Cell:

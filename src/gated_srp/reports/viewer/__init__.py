@@ -40,6 +40,7 @@ Known = Mapping[Path, Mapping[str, Any]]  # arguments of `open_slide` for each f
 _LOG = logging.getLogger(__name__)
 STATIC = ("index.html", "viewer.js", "viewer.css", "openseadragon.min.js", "openseadragon.LICENSE.txt")
 _TILES = 2000  # of a slide in an exported folder, about 30 MB; beyond, the finest levels are left out
+_EXTRACT_FIRST = ("no_encoder", "no_magnification", "low_magnification", "no_weights")  # mended by options of `extract`
 _COARSEST = int(math.log2(SIDE))  # the level that one tile holds
 
 
@@ -122,9 +123,10 @@ class Viewer:
         with self._lock:
             return ask(self._ask(number)[run], scene.patches.corners[scene.rows[run]] + scene.patches.side / 2, **gates)
 
-    def index(self, *, served: bool) -> str:
-        """The list of slides as a script."""
-        content = {"slides": [slide_stem(one.file) for one in self.slides], "served": served}
+    def index(self, *, served: bool, numbers: Sequence[int] | None = None) -> str:
+        """The list of slides, or of those with these ``numbers``, as a script."""
+        shown = self.slides if numbers is None else [self.slides[number] for number in numbers]
+        content = {"slides": [slide_stem(one.file) for one in shown], "served": served}
         return f"var GatedSRPIndex = {json.dumps(content)};\n"
 
     def close(self) -> None:
@@ -134,17 +136,29 @@ class Viewer:
     def export(self, folder: str | Path, *, progress: Progress = silent) -> ExportedViewer:
         """Everything as a folder that needs no server; it appears whole or not at all, and replaces an earlier one."""
         folder = Path(folder)
-        if folder.exists() and any(folder.iterdir()) and not (folder / "viewer.js").is_file():
+        taken = folder.exists() and not (folder / "viewer.js").is_file()
+        if taken and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError("is there already and is no viewer", where=folder, cure="Name a new folder.")
+        if folder.resolve() == Path.cwd().resolve():
+            raise UserError("is the folder that you are in", where=folder, cure="Name a folder below it.")
         draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
         notes: list[str] = []
+        kept: list[int] = []
         try:
             for name in STATIC:
                 write_whole(draft / name, static(name))
-            write_whole(draft / "index.js", self.index(served=False))
             for number in range(len(self.slides)):
-                notes += self._export_slide(number, draft / "slide" / str(number))
+                place = draft / "slide" / str(len(kept))
+                try:
+                    notes += self._export_slide(number, place)
+                    kept.append(number)
+                except UserError as error:  # one of several is left out, as by `heatmap`
+                    if number + 1 == len(self.slides) and not kept:
+                        raise
+                    shutil.rmtree(place, ignore_errors=True)
+                    notes.append(f"left out: {error}")
                 progress(Event("slides", number + 1, len(self.slides)))
+            write_whole(draft / "index.js", self.index(served=False, numbers=kept))
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
@@ -245,7 +259,14 @@ def view(
     found: list[ViewedSlide] = []
     for place in given:
         if (place.suffix.lower() in ENDINGS and place.suffix.lower() not in CONTAINERS) or is_ome_zarr(place):
-            file, notes = features_of_slide(paths[0], place, Path(features), size=size, force=force, progress=progress)
+            how: dict[str, Any] = {"size": size, "force": force, "progress": progress}
+            try:
+                file, notes = features_of_slide(paths[0], place, Path(features), **how)
+            except UserError as error:
+                if error.kind not in _EXTRACT_FIRST:
+                    raise
+                cure = f"Make its features first: `gated-srp extract {place} -o FOLDER`, with --encoder, --weights or --mpp; then view their file."
+                raise error.changed(cure=cure) from None
             for note in notes:
                 _LOG.warning("%s", note)
             found.append(ViewedSlide(file, place))

@@ -173,7 +173,7 @@ def open_scene(
     layers = [layer for number, view in enumerate(views) for layer in _layers_of(number, view, len(header.coords))]
     names = tuple(view.run for view in views)
     layers += _differences(layers, names)
-    drawn = NOTHING if annotations is None else annotations_of(annotations, header)
+    drawn = NOTHING if annotations is None else annotations_of(annotations, patches.header, patches.bounds)
     notes = tuple(dict.fromkeys([*(note for view in views for note in view.warnings), *drawn.notes]))
     if given is not None and image is None:
         notes += (no_image(given, file.name),)
