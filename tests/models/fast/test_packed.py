@@ -72,6 +72,18 @@ def test_packed_bags_give_what_each_gives_alone_in_value_and_gradient(arm):
             torch.testing.assert_close(found[name], gradient, atol=1e-4 * scale + 1e-6, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("name", ["attn", "attn.qkv"])
+def test_whoever_hooks_an_attention_sees_the_rows_of_packed_bags(name):
+    model, bags, seen = make_model("gated_srp"), make_bags(9, 20, 9), []
+    keep = model.draw_keep(3)
+    expected = packed_logits(model, bags, keep)
+    model.blocks[1].get_submodule(name).register_forward_hook(
+        lambda module, args, output: seen.append(args[0].shape[:2])
+    )
+    torch.testing.assert_close(packed_logits(model, bags, keep), expected, atol=2e-5, rtol=1e-4)
+    assert seen == [(2, 10), (1, 26)]  # CLS and the square, bags of equal rows together
+
+
 def test_packed_bags_keep_their_own_covariates():
     model, bags = make_model("na", covariates=2), make_bags(30, 7, 20)
     bags = [(f, g.with_covariates(torch.tensor([[i, -3.0 * i]]))) for i, (f, g) in enumerate(bags, 1)]
