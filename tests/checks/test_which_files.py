@@ -113,6 +113,8 @@ def test_a_text_file_of_slides_or_of_files_may_be_named(tmp_path):
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "out.txt").write_text(f"# blurred\ns1\n\n{tmp_path}/feats/h5_files/s5.h5\r\n")
     assert sorted(open_cohort(load_config(path)).matches.found) == ["s0", "s2", "s3", "s4", "s6", "s7"]
+    (tmp_path / "lists" / "out.txt").write_text("s1\n", encoding="utf-8-sig")  # as Notepad and Excel save it
+    assert "s1" not in open_cohort(load_config(path)).matches.found
     with pytest.raises(UserError, match=r"gone\.txt: no such file.*list of slides"):
         open_cohort(load_config(path, {"exclude": str(tmp_path / "gone.txt")}))
 

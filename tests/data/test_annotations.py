@@ -217,6 +217,9 @@ def test_a_pyramid_of_masks_and_colours(tmp_path):
     Image.fromarray(noise).save(tmp_path / "n.png")
     with pytest.raises(UserError, match="a mask has at most 64 values"):
         read_annotations(tmp_path / "n.png", size=(30, 20))
+    Image.fromarray(np.array([[0, 0.5, 1]], np.float32)).save(tmp_path / "p.tif")
+    with pytest.raises(UserError, match=r"not whole numbers, such as 0\.5"):
+        read_annotations(tmp_path / "p.tif", size=(3, 1))
 
 
 def test_the_demos_table_is_squares_of_patches(tmp_path):

@@ -108,6 +108,11 @@ def _labels(image: "Image") -> np.ndarray:
     if len(found := np.unique(pixels)) > _CLASSES or not np.isfinite(pixels).all():
         what = f"a picture of {len(found)} colours; a mask has at most {_CLASSES} values"
         raise broken(what, "Save labels without compression losses.")
+    if len(
+        cut := found[found != found.astype(np.int64)]
+    ):  # a map of probabilities, of which whole numbers would keep the ones alone
+        what = f"a mask with values that are not whole numbers, such as {cut[0]:g}"
+        raise broken(what, "Save labels: 0 for nothing, 1, 2, ... for the classes.")
     return pixels.astype(np.int64)
 
 

@@ -195,7 +195,7 @@ def _excluded(exclude: Path | tuple[str, ...]) -> Sequence[str]:
     if isinstance(exclude, tuple):
         return exclude
     try:
-        lines = exclude.read_text(encoding="utf-8").splitlines()
+        lines = exclude.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read as text ({error})"
         cure = "`exclude` is a list of slides, [s1, s2], or a text file with one slide or feature file per line."
