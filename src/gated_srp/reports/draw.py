@@ -81,7 +81,9 @@ def place_of_images(wsi: str | Path | None, slides: int) -> Path | None:
     """What was named as ``wsi``, for `find_image`: it must be there, and a folder where there are several slides."""
     place = None if wsi is None else as_stored(wsi)
     if place is not None and not place.exists():
-        raise UserError("no such file or folder", where=f"--wsi {wsi}", cure="Name the slide image, or their folder.")
+        raise UserError(
+            "no such file or folder", where=f"--wsi {wsi}", cure="Name the slide image, or the folder of the images."
+        )
     if place is not None and slides > 1 and (not place.is_dir() or is_ome_zarr(place)):
         cure = "Name the folder of the images, or one feature file."
         raise UserError(f"one image for the {slides} slides", where=f"--wsi {wsi}", cure=cure)
