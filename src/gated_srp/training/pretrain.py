@@ -233,7 +233,8 @@ def files_without_table(
     chosen = {cases[i] for i in order[: max(1, round(0.1 * len(cases)))]}
     split = Split("case", {case: "val" if case in chosen else "train" for case in cases}, "drawn without a table")
     slides["part"] = slides["case"].map(split.parts)
-    words = f"no table: pretraining on {(slides['part'] == 'train').sum()} slides, epoch chosen on {(slides['part'] == 'val').sum()}"
+    trained, validated = (int((slides["part"] == part).sum()) for part in ("train", "val"))
+    words = f"no table: pretraining on {counted(trained, 'slide')}, epoch chosen on {validated}"
     words += "; nobody is held out for a test. A run that tests on these patients refuses these weights"
     left = tuple(Note("note", "files", line) for line in matches.report()) if len(matches.found) < len(files) else ()
     return slides, split, (*notes, *said, *left, Note("warning", "no_table", words))
