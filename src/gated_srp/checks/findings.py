@@ -10,6 +10,7 @@ from typing import Any
 
 from gated_srp.checks.survey import FileFacts
 from gated_srp.config.cohort import CohortData
+from gated_srp.data.bag import same_stride
 from gated_srp.data.files.siblings import is_known, may_be_same
 from gated_srp.data.matching import Matches, several_files, tcga_section
 from gated_srp.data.prepared import Preparation
@@ -24,7 +25,6 @@ from gated_srp.tasks.imbalance import sampling_weights
 _CROWDED = 0.02  # share of patches hidden in a neighbour's cell from which on another lattice is advised
 _FEW = 0.25  # share of the window's neighbours below which a graph is called thin
 _STRIDES = 5  # that are listed
-_SAME_SIZE = 1.1  # times: scans of one nominal magnification differ by a few percent
 _NONE = 0.1  # neighbours per patch below which there is nothing to correct at all
 _CURE = "Correct it, then check again."
 
@@ -69,11 +69,11 @@ def of_strides(facts: Sequence[FileFacts]) -> Iterator[Note]:
     """Patches of several sizes of tissue: magnifications that were mixed. Level-0 pixels alone say nothing of that."""
     known = [(file.stride_um, file.path) for file in facts if file.usable and file.stride_um]
     sizes = Counter(round(um, 1) for um, _ in known)
-    if not sizes or max(sizes) <= _SAME_SIZE * min(sizes):
+    if not sizes or same_stride(max(sizes), min(sizes)):
         return
     listed = ", ".join(f"{um:g} um ({counted(count, 'file')})" for um, count in sorted(sizes.items())[:_STRIDES])
     common = sizes.most_common(1)[0][0]
-    odd = tuple(str(path) for um, path in known if max(um, common) > _SAME_SIZE * min(um, common))
+    odd = tuple(str(path) for um, path in known if not same_stride(um, common))
     what = f"patches lie at several distances, as of several magnifications: {listed}"
     cure = "Extract all slides with one patch size and magnification, or leave some out with `exclude`."
     yield Note("warning", "mixed_magnifications", what, odd, cure)

@@ -3,6 +3,7 @@
 Shapes: N patches, C channels.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -16,6 +17,16 @@ from gated_srp.errors import Note, UserError
 
 Unit = Literal["px", "um"]
 _ROWS = 2048  # checked at once
+_SAME = 0.1  # relative difference: scanners of one magnification differ by some per cent
+
+
+def same_stride(first: float, second: float) -> bool:
+    """Whether two distances, in one unit, are of patches of one magnification.
+
+    >>> same_stride(128.0, 121.3), same_stride(128.0, 256.0)
+    (True, False)
+    """
+    return math.isclose(first, second, rel_tol=_SAME)
 
 
 class BagError(UserError):

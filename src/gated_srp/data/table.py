@@ -221,9 +221,14 @@ def _unique(rows: pd.DataFrame, labels: list[str], beside: list[str], *, by_case
     return rows[~repeated]
 
 
+def mixed_truth(slides: pd.DataFrame, truth: Sequence[str]) -> bool:
+    """Whether some case's slides differ in their truth."""
+    return bool(slides[["case", *truth]].drop_duplicates()["case"].duplicated().any())
+
+
 def refuse_mixed_truth(slides: pd.DataFrame, truth: Sequence[str]) -> None:
     """Where cases are scored, the slides of each must have one truth."""
-    if slides[["case", *truth]].drop_duplicates()["case"].duplicated().any():
+    if mixed_truth(slides, truth):
         what = f"case, but the slides of some patients differ in {' or '.join(truth)}, so a case has no single truth"
         raise UserError(what, where="score", cure="Set `score: slide`, or correct the table.")
 

@@ -22,7 +22,7 @@ from gated_srp.config.reach import unnamed_encoder
 from gated_srp.data.loader import SlideDataset
 from gated_srp.data.prepared import Preparation, files_of, identify, inside_regions, open_header
 from gated_srp.data.splits import Split
-from gated_srp.data.table import refuse_mixed_truth
+from gated_srp.data.table import mixed_truth, refuse_mixed_truth
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.files import full_hash, sampled_hash
 from gated_srp.progress import Event, Progress, silent
@@ -83,17 +83,12 @@ class TrainingData:
 
     def by_case(self, slides: pd.DataFrame) -> pd.DataFrame:
         """One row per case. Where the slides of a case differ in their truth, the table has none."""
-        if self.mixed_truth(slides):
+        if mixed_truth(slides, self.task.truth):
             slides = slides.drop(columns=list(self.task.truth))
         cases = self.task.by_case(slides)
         if self.joined is not None:
             cases["slides"] = cases["case"].map(self.slides.set_index("case")["slides"])
         return cases
-
-    def mixed_truth(self, slides: pd.DataFrame) -> bool:
-        """Whether some case's slides differ in their truth."""
-        distinct = slides[["case", *self.task.truth]].drop_duplicates()
-        return bool(distinct["case"].duplicated().any())
 
 
 def slides_hash(slides: pd.DataFrame, truth: Iterable[str], covariates: Named | None) -> str:

@@ -8,7 +8,6 @@ Shapes: M runs, B slides, K outputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pandas as pd
 
-from gated_srp.data.bag import BagError, BagHeader
+from gated_srp.data.bag import BagError, BagHeader, same_stride
 from gated_srp.data.files.images import ImageGrid
 from gated_srp.data.files.siblings import about_old_name, is_known, may_be_same
 from gated_srp.data.loader import SlideBag, SlideDataset, Variation
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from gated_srp.data.covariates import Covariates
     from gated_srp.data.regions import Regions
 
-_SAME = (
-    0.1  # relative difference of two strides that count as one: scanners of one magnification differ by some per cent
-)
 _AS_STORED = Preparation()
 
 
@@ -381,7 +377,7 @@ def stride_problem(header: BagHeader, trained: Sequence[dict[str, Any]]) -> Note
     physical = [entry["um"] for entry in trained if entry.get("um")]
     plain = [entry["value"] for entry in trained if entry["unit"] == header.unit]
     known, value, unit = (physical, mine, "um") if physical and mine else (plain, header.stride, header.unit)
-    if not known or value is None or any(math.isclose(value, one, rel_tol=_SAME) for one in known):
+    if not known or value is None or any(same_stride(value, one) for one in known):
         return None
     listed = ", ".join(f"{one:g}" for one in sorted(set(known)))
     scan = "" if unit == "um" else " (level-0 pixels; if only the scan's magnification differs: --force)"

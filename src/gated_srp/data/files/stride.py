@@ -16,7 +16,7 @@ from gated_srp.data.bag import BagError, Unit
 from gated_srp.data.files.siblings import Places, Positions
 from gated_srp.errors import Note, UserError
 from gated_srp.srp.graph import PatchGraph
-from gated_srp.srp.lattice import infer_stride
+from gated_srp.srp.lattice import cells_of, infer_stride
 
 _AGREE = 0.02  # relative difference of two strides that are one
 _WORSE = 0.75  # a stride that keeps less than this share of another's lattice does not fit the coordinates
@@ -181,7 +181,7 @@ def _kept(coords: Tensor, stride: float) -> float:
         counts = PatchGraph.from_coords(coords, stride=stride).neighbour_count
     except UserError:  # almost no neighbours
         return 0.0
-    cells = torch.div(coords.double(), stride, rounding_mode="floor")
+    cells = cells_of(coords, stride)
     return float(counts.double().mean()) * len(torch.unique(cells, dim=0)) / len(coords)
 
 
