@@ -151,6 +151,29 @@ def test_a_correlation_of_gates_that_differ_by_nothing_is_not_told_as_dependence
     assert "patch depends on homogeneity" in page._follows(large) and "hardly" not in page._follows(large)
 
 
+def test_trajectories_are_means_of_runs_between_the_least_and_the_greatest(page, tmp_path, monkeypatch):
+    values = {"1": (0.0, 0.2), "2": (0.1, 0.6), "3": (0.2, 0.7)}  # by run: two epochs
+    rows = [("toy", "gated_srp", run, epoch + 1, 0, value[epoch]) for run, value in values.items() for epoch in (0, 1)]
+    rows.append(("toy", "axis_random", "1", 1, 0, -0.3))
+    gates = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "epoch", "layer", "mean"])
+    drawn = []
+    monkeypatch.setattr(page, "_save", lambda figure, stem, title: drawn.append((figure.axes, stem, title)))
+    assert not list(page.trajectory_lines(gates, tmp_path))  # no figure beside the page: none is shown
+    ((first, second), stem, title) = drawn[0]
+    assert stem == tmp_path / "gates_toy" and title == "toy: where the gates went"
+    assert [one.get_title().split("\n")[1] for one in (first, second)] == ["3 runs", "1 run"]
+    assert np.allclose(first.lines[0].get_ydata(), [0.1, 0.5])
+    band = first.collections[0].get_paths()[0].vertices
+    assert {tuple(point) for point in band} >= {(1.0, 0.0), (1.0, 0.2), (2.0, 0.2), (2.0, 0.7)}
+    assert (band[:, 1].min(), band[:, 1].max()) == (0.0, 0.7)
+
+
+def test_every_cohort_with_gates_shows_how_they_moved(page):
+    gates = pd.read_csv(DOCS / "evidence" / "breakhis_gates.csv")
+    shown = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    assert all(f"](evidence/gates_{cohort}.svg)" in shown for cohort in gates["cohort"].unique())
+
+
 def test_a_reference_close_to_chance_is_said(page):
     points = pd.DataFrame({"x": [1, 1, 2], "y": [1, 1, 1], "reference": [0.54, 0.54, 0.7]})
     assert " At 1 of 2 points NA itself is below 0.55" in page._weak(points) and page._weak(points[2:]) == ""

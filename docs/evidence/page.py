@@ -146,25 +146,35 @@ def _save(figure: Figure, stem: Path, title: str) -> None:
 
 
 def draw_gates(gates: pd.DataFrame, cohort: str, stem: Path) -> None:
-    """Mean beta of each layer by epoch, mean over finished runs, with a band of one standard deviation; one panel per arm."""
+    """Mean beta of each layer by epoch, mean over finished runs, with a band from the least to the greatest run; one panel per arm.
+
+    Not a standard deviation: with few runs it would reach where no gate was, or could be.
+    """
     here = gates[gates["cohort"] == cohort]
     figure, axes = panels(here["arm"].nunique(), width=3.2, height=2.4)
     for axis, (arm, part) in zip(axes, here.groupby("arm", sort=False), strict=True):
         for place, (layer, rows) in enumerate(part.groupby("layer")):
-            by_epoch = rows.groupby("epoch")["mean"].agg(["mean", "std"]).fillna(0.0)
+            by_epoch = rows.groupby("epoch")["mean"].agg(["mean", "min", "max"])
             axis.plot(by_epoch.index, by_epoch["mean"], color=COLOURS[place], label=f"layer {int(layer) + 1}")
-            band = by_epoch["mean"] - by_epoch["std"], by_epoch["mean"] + by_epoch["std"]
-            axis.fill_between(by_epoch.index, *band, color=COLOURS[place], alpha=0.18, linewidth=0)
+            axis.fill_between(
+                by_epoch.index, by_epoch["min"], by_epoch["max"], color=COLOURS[place], alpha=0.18, linewidth=0
+            )
         axis.set_ylim(-1.05, 1.05)
-        tidy(
-            axis,
-            x="epoch",
-            y="mean beta",
-            title=f"{arm_title(arm)} ({part['seed'].nunique()} runs)",
-            whole_numbers=True,
-        )
+        runs = part["seed"].nunique()
+        title = f"{arm_title(arm)}\n{runs} run{'s' * (runs > 1)}"
+        tidy(axis, x="epoch", y="mean beta", title=title, whole_numbers=True)
     axes[0].legend(fontsize=7, frameon=False)
     _save(figure, stem, f"{cohort}: where the gates went")
+
+
+def trajectory_lines(gates: pd.DataFrame, folder: Path | None) -> Iterator[str]:
+    """A figure per cohort of how beta moved from epoch to epoch. ``folder``: where figures are drawn."""
+    for cohort in gates["cohort"].unique():
+        stem = HERE / f"gates_{cohort}"
+        if folder is not None:
+            draw_gates(gates, cohort, folder / stem.name)
+        if stem.with_suffix(".svg").is_file():
+            yield f"![Mean beta by epoch, {cohort}](evidence/{stem.name}.svg)\n"
 
 
 def gate_lines(gates: pd.DataFrame, alike: pd.DataFrame) -> Iterator[str]:
@@ -261,6 +271,7 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             pretraining="\n".join(pretraining_lines(third, pretrained)),
             stages="\n".join(stage_lines(plans[0], real, patients, draw)),
             gates="\n".join(gate_lines(gates, alike)),
+            trajectories="\n".join(trajectory_lines(gates, draw)),
             diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),
             simulated_gates="\n".join(simulated_gates(simulated)),
             primary=_primary(plans[0], real),
