@@ -8,9 +8,9 @@ import torch
 
 from gated_srp.errors import UserError
 from gated_srp.models import ARMS, build_model
-from gated_srp.models.arms import PeerArm
 from gated_srp.models.fast.packed import packed_logits
 from gated_srp.models.masked import MaskedGraph, Masking, copying_r2
+from gated_srp.models.parts import PeerArm
 from gated_srp.models.slide import SlideTransformer
 from gated_srp.srp import PatchGraph
 
@@ -70,6 +70,17 @@ def test_predicting_the_slide_s_mean_has_a_loss_of_one_whatever_is_masked():
         assert found[0, 2] == 0 and found.mean().item() == pytest.approx(1)
     one = PatchGraph.from_coords(lattice(1, 1), stride=1)
     assert model(features[None, :1], MaskedGraph.of(one, features[:1], torch.tensor([0]))).mean().item() == 1
+
+
+def test_where_only_means_are_masked_the_loss_is_one_and_its_gradient_zero():
+    model = make_model("na")
+    features = (
+        torch.tensor([-1.0, 0.0, 1.0]).repeat(5, 1).T.contiguous()
+    )  # (3, 5): the middle patch is the slide's mean
+    graph = PatchGraph.from_coords(lattice(1, 3), stride=1)
+    loss = model(features[None], MaskedGraph.of(graph, features, torch.tensor([1]))).mean()
+    loss.backward()
+    assert loss.item() == 1 and all(not one.grad.any() for one in model.parameters() if one.grad is not None)
 
 
 @pytest.mark.parametrize("arm", CAN)

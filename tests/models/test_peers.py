@@ -97,6 +97,34 @@ def test_srp_in_front_of_abmil_corrects_the_features_along_their_neighbours_mean
     torch.testing.assert_close(model(features, graph)[0], gated_pooling(model, rows)[0], atol=1e-6, rtol=1e-6)
 
 
+def test_removal_in_front_of_abmil_or_na_leaves_nothing_along_the_neighbours_mean():
+    features, graph, coords = bag()
+    rows = features[0].clone()
+    for number, near in enumerate(neighbour_lists(coords, 256)):
+        if near:
+            mean = sum(features[0, j] for j in near) / len(near)
+            axis = mean / mean.norm()
+            rows[number] = features[0, number] - float(features[0, number] @ axis) * axis
+    model = awake(build_model("abmil_beta_1", **SMALL))
+    torch.testing.assert_close(model(features, graph)[0], gated_pooling(model, rows)[0])
+    model, plain = (awake(build_model(arm, **SMALL)) for arm in ("features_beta_1", "na"))
+    torch.testing.assert_close(model(features, graph), plain(rows[None], graph), atol=1e-7, rtol=1e-6)
+    assert not torch.allclose(model(features, graph), plain(features, graph), atol=1e-3)
+
+
+def test_a_gate_on_the_features_starts_at_their_removal_where_it_says_so_and_learns_as_one_head_in_front_of_na():
+    features, graph, coords = bag()
+    for gate, fixed in (("features_gated_srp_from_1", "features_beta_1"), ("srp_abmil_from_1", "abmil_beta_1")):
+        start, removed = (build_model(arm, **SMALL).eval() for arm in (gate, fixed))
+        assert torch.equal(start(features.float(), graph), removed(features.float(), graph))
+    model, plain = (build_model(arm, **{**SMALL, "delta": 1.5}) for arm in ("features_gated_srp", "na"))
+    awake(model), plain.load_state_dict(model.state_dict(), strict=False), plain.double().eval()
+    lists = neighbour_lists(coords, 256)
+    weights = dict(model.correction.coefficient.named_parameters())
+    rows = gated(features, features, lists, homogeneity(features[0], lists), weights, 1.5, 8)[0]
+    torch.testing.assert_close(model(features, graph), plain(rows[None], graph), atol=1e-7, rtol=1e-6)
+
+
 def test_srp_in_front_of_abmil_costs_a_gate_of_one_head():
     plain, corrected = (build_model(arm, **SMALL) for arm in ("abmil", "srp_abmil"))
     assert sum(p.numel() for p in corrected.parameters()) - sum(p.numel() for p in plain.parameters()) == 4 * 8 + 9 + 5

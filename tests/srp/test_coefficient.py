@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from gated_srp.srp import FixedCoefficient, PatchGraph, SignedGate, kaiming, nonnegative, range_free, rectified, xavier
+from gated_srp.srp import (
+    FixedCoefficient,
+    PatchGraph,
+    SignedGate,
+    from_removal,
+    kaiming,
+    nonnegative,
+    range_free,
+    rectified,
+    xavier,
+)
 
 GRAPH = PatchGraph.from_coords(torch.tensor([[0, 0], [1, 0], [0, 1], [50, 50]]), torch.randn(4, 8), stride=1)
 COMPONENT, NORM = torch.tensor([[0.5, -1.0]] * 4), torch.tensor([[1.0, 2.0]] * 4)
@@ -36,6 +46,12 @@ def test_the_coefficient_starts_at_exactly_zero(changes):
 
 def test_the_sigmoid_gate_starts_at_half_its_range_by_name():
     assert SignedGate(2, delta=1.5, bound=nonnegative)(COMPONENT, NORM, GRAPH).tolist() == [[0.75, 0.75]] * 4
+
+
+def test_a_gate_from_removal_starts_at_exactly_one_and_reaches_delta_around_it():
+    gate = SignedGate(2, delta=1.5, bound=from_removal)
+    assert torch.equal(gate(COMPONENT, NORM, GRAPH), torch.ones(4, 2)) and gate.largest == 2.5
+    assert from_removal(torch.tensor([-20.0, 0.5]), 1.5).tolist() == pytest.approx([-0.5, 1 + 1.5 * math.tanh(0.5)])
 
 
 @pytest.mark.parametrize("init", [xavier, kaiming])

@@ -111,7 +111,7 @@ def test_killed_within_an_epoch_every_arm_goes_on_to_the_same_bits(name, dataset
     epoch(resumed, Quiet())
     assert resumed.progress.step == BAGS and resumed.progress.history == straight.progress.history
     assert resumed.progress.gate_history == straight.progress.gate_history
-    assert bool(resumed.progress.gate_history) == any("blocks" in key and "coefficient" in key for key in resumed.best)
+    assert bool(resumed.progress.gate_history) == any("coefficient" in key for key in resumed.best)
     for mine, other in ((resumed.best, straight.best), (resumed.model.state_dict(), straight.model.state_dict())):
         assert all(torch.equal(mine[key], other[key]) for key in other)
     ours, theirs = (one.optimiser.state_dict()["state"] for one in (resumed, straight))

@@ -52,7 +52,7 @@ def window(training, inputs, add_up, times=1):
     return losses, training.gradient.clone(), training.gates.take()
 
 
-@pytest.mark.parametrize("arm", ["gated_srp", "axis_shuffled"])
+@pytest.mark.parametrize("arm", ["gated_srp", "axis_shuffled", "features_gated_srp", "features_gated_srp_from_1"])
 @pytest.mark.parametrize("pack", [64, 10_000])
 def test_a_packed_window_has_the_losses_gradient_and_gates_of_its_bags_one_by_one(mixed, arm, pack):
     expected = window(*make(mixed, arm), accumulate)

@@ -125,6 +125,9 @@ def test_without_a_table_all_files_are_used_and_nobody_may_be_tested(home, tmp_p
     parts = {name: "val" if name in drawn else "train" for name in names}
     assert dict(run.split.to_numpy().tolist()) == parts and len(run.features) == 20
     assert "warning: no table: pretraining on" in (run.path / "log.txt").read_text()
+    assert (
+        "The names of 18 files tell no patient" in (run.path / "log.txt").read_text()
+    )  # all but the two with a barcode
     with pytest.raises(UserError, match="slides are known to these weights"):
         train(home, arm="na", seed=42, init=run.path, out=tmp_path / "runs")
     with pytest.raises(UserError, match="`folds` and `split` are of a table"):
@@ -179,7 +182,9 @@ def test_a_run_from_it_is_recorded_resumes_bit_for_bit_and_knows_what_its_start_
     assert whole.environment["init"]["sha256"] == whole.card["init"]["sha256"] == digest
     assert whole.card["init"]["masking"] == {"share": 0.5, "block": 3} and "path" not in whole.card["init"]
     assert read_seen(whole.card, whole.path).of("extra_train") == "training slide"
-    assert "the gates can take beta" not in (whole.path / "log.txt").read_text()  # from where they are, not from zero
+    assert (
+        "the mean of beta typically" not in (whole.path / "log.txt").read_text()
+    )  # from where they are, not from zero
     left, bag = [7], RunCallbacks.bag
 
     def fails(self, one):
@@ -225,7 +230,7 @@ def test_weights_of_na_start_a_gated_model_and_that_is_said(home, tmp_path):
     run = train(home, arm="gated_srp", seed=42, init=base.path, out=tmp_path, settings={"train.epochs": 1})
     said = (run.path / "log.txt").read_text()
     assert "pretrained as na, trained as gated_srp; its gates start as an identity" in said
-    assert "the gates can take beta to about" in said
+    assert "the mean of beta typically goes" in said
     later = train(home, arm="na", seed=43, init=run.path, out=tmp_path, settings={"train.epochs": 1})
     assert "warning: of the slides that this run validates and tests on" in (later.path / "log.txt").read_text()
     assert "started anew, since the file has none that fit: blocks.0.correction" in said

@@ -61,7 +61,19 @@ def test_forwards_that_are_not_training_are_not_counted():
     assert not recorder.take().any()
 
 
-@pytest.mark.parametrize("arm", ["na", "fixed_beta_1", "xsa"])
+@pytest.mark.parametrize("arm", ["features_gated_srp", "features_gated_srp_from_1", "srp_abmil"])
+def test_a_gate_on_the_features_is_recorded_as_layer_1_with_what_trace_sees(arm):
+    model = opened(arm)
+    recorder, (features, graph) = GateRecorder(model), bag(11, 0)
+    recorder.next_bag()
+    with trace(model, attention=False) as seen:
+        model(features, graph, model.draw_keep(1, generator=torch.Generator().manual_seed(0)))
+    assert seen[0].beta.shape == (1, 11) and all(layer.beta is None for layer in seen[1:])
+    (row,) = recorder.rows(3, recorder.take(), 1)
+    assert row[:2] == [3, 0] and row[2:-1] == pytest.approx(summary(seen[0].beta).tolist())
+
+
+@pytest.mark.parametrize("arm", ["na", "fixed_beta_1", "xsa", "features_beta_1", "abmil_beta_1"])
 def test_an_arm_without_gates_has_no_rows(arm):
     recorder = GateRecorder(build_model(arm, **SIZES))
     assert recorder.rows(1, recorder.take(), 4) == []

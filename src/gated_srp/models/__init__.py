@@ -14,7 +14,8 @@ from gated_srp.models.arms import (
     fitting_arms,
     is_gated,
 )
-from gated_srp.models.slide import Sizes, SlideModel, SlideTransformer
+from gated_srp.models.parts import Sizes
+from gated_srp.models.slide import SlideModel, SlideTransformer
 from gated_srp.models.store import load_card, load_model, model_file, save_model
 
 if TYPE_CHECKING:

@@ -5,11 +5,10 @@ Nobody outside this package takes an arm's name apart: what the rest needs to kn
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -17,65 +16,11 @@ from gated_srp import srp
 from gated_srp.errors import UserError
 from gated_srp.models.attention import Attention
 from gated_srp.models.nystrom import DifferentialAttention, DifferentialNystrom, NystromAttention
-from gated_srp.models.slide import AdaptedArm, Arm, Gate, ImageArm, Sizes, SlideModel, SlideTransformer, initialise
+from gated_srp.models.parts import AdaptedArm, Arm, FeaturesArm, Gate, ImageArm, OtherArm, PeerArm, Sizes, named
+from gated_srp.models.slide import SlideModel, initialise
 from gated_srp.srp import Coefficient, OwnValue
 
-if TYPE_CHECKING:
-    from gated_srp.models.peers import Peer
-
-
 _Make = Callable[[Sizes, int], Attention]  # of a model's sizes and a block's number
-
-
-@dataclass(frozen=True)
-class OtherArm(Arm):
-    """An arm whose model differs from the slide model in more than its attention: ``model`` names it by module and class."""
-
-    model: str = ""
-
-    @property
-    def kind(self) -> type[SlideTransformer]:
-        found: type[SlideTransformer] = _named(self.model)
-        return found
-
-
-@dataclass(frozen=True)
-class PeerArm:
-    """A model of another publication: a name in `peers`, or module and name, and the sizes that it takes. Facts as in `Arm`."""
-
-    name: str
-    takes: tuple[str, ...] = ()
-    title: str = ""
-    about: str = ""
-    gated: bool = False
-    starts_as: str = ""
-    needs_covariates: bool = False
-
-    trunk: ClassVar[str] = "peer"
-    base: ClassVar[str] = "na"
-    dense: ClassVar[bool] = False
-    method: ClassVar[bool] = False
-    images: ClassVar[bool] = False
-    window: ClassVar[int | None] = None
-    scales: ClassVar[int] = 1
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    no_pretraining: ClassVar[str] = "most models of other publications have no token per patch at their end"
-
-    @property
-    def refuses(self) -> Mapping[str, str]:
-        """As its model says: kind of task -> why it is not made for it."""
-        found: Mapping[str, str] = getattr(_named(self.name), "refuses", {})
-        return found
-
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> "Peer":
-        peer: Peer = _named(self.name)(in_dim, num_outputs, **{name: getattr(sizes, name) for name in self.takes})
-        return peer
-
-
-def _named(name: str) -> Any:
-    """A class of another publication by module (`peers` where none is named) and name: a run without it does not load it."""
-    module, _, kind = name.rpartition(".")
-    return getattr(import_module(f"gated_srp.models.{module or 'peers'}"), kind)
 
 
 def _nystrom(sizes: Sizes, number: int) -> Attention:
@@ -92,7 +37,7 @@ def _dense_differential(sizes: Sizes, number: int) -> Attention:
 
 def _other(name: str, *takes: str) -> _Make:
     """An attention by its name, so that a run without it does not load it. ``takes``: sizes beside width and heads."""
-    return lambda sizes, number: _named(name)(sizes.dim, sizes.num_heads, **{one: getattr(sizes, one) for one in takes})
+    return lambda sizes, number: named(name)(sizes.dim, sizes.num_heads, **{one: getattr(sizes, one) for one in takes})
 
 
 def _but_last(attention: _Make, last: _Make) -> _Make:
@@ -162,7 +107,7 @@ ARMS: dict[str, Arm | PeerArm] = {
     "gated_srp_kaiming": _gated(Gate(init=srp.kaiming), about="starts from Kaiming's values, not as an identity"),
     "gated_srp_scales": _gated(
         Gate(),
-        direction=lambda sizes: _named("scales.MixedWindows")(sizes.num_heads),
+        direction=lambda sizes: named("scales.MixedWindows")(sizes.num_heads),
         window=7,
         about="the gate along the neighbours' means of windows 3, 5 and 7, mixed per token and head by learned weights",
     ),
@@ -178,15 +123,25 @@ ARMS: dict[str, Arm | PeerArm] = {
     "axis_random": _gated(
         Gate(),
         direction=lambda sizes: srp.RandomDirection(sizes.num_heads, sizes.dim // sizes.num_heads),
-        about="the gate along a random direction per head",
+        about="the gate along a random direction per head, the same in every layer and for every seed",
     ),
     "gated_srp_nonnegative": _gated(Gate(bound=srp.rectified), about="starts as an identity, but can only remove"),
     "axis_shuffled": _gated(
         Gate(),
         direction=lambda sizes: srp.ShuffledNeighbours(),
-        about="the gate along the mean of as many patches from elsewhere on the slide",
+        about="the gate along the mean of as many patches from elsewhere on the slide, in a fixed order",
     ),
     "adapter": AdaptedArm(_nystrom, about="a small bottleneck in place of the gate, with at least as many weights"),
+    # The correction on the features, before the first layer, where no residual stream carries the token past it
+    "features_beta_1": FeaturesArm(
+        _nystrom, _fixed(1.0), about="NA on features from which the part along their neighbours' mean was removed"
+    ),
+    "features_gated_srp": FeaturesArm(_nystrom, Gate(), about="the gate on the features, one head, in front of NA"),
+    "features_gated_srp_from_1": FeaturesArm(
+        _nystrom,
+        Gate(bound=srp.from_removal),
+        about="the same gate, which starts by removing: beta = 1 + delta tanh(logit)",
+    ),
     # Dense attention over slides
     "vit4": _vit4(_dense, about="dense attention without positions, nothing corrected"),
     "vit4_xsa": _vit4(_dense, _fixed(1.0), direction=lambda sizes: OwnValue(), last=True, about="the same with XSA"),
@@ -242,7 +197,7 @@ ARMS: dict[str, Arm | PeerArm] = {
             ),
             "cait": OtherArm(
                 _nystrom,
-                position=lambda dim: _named("class_token.PatchPPEG")(dim),
+                position=lambda dim: named("class_token.PatchPPEG")(dim),
                 model="class_token.ClassAttentionTransformer",
                 about="class attention: CLS enters for the last two blocks, which change it alone (CaiT, Touvron et al. 2021)",
             ),
@@ -259,7 +214,7 @@ ARMS: dict[str, Arm | PeerArm] = {
         {
             "two_scales": OtherArm(
                 _nystrom,
-                direction=lambda sizes: _named("two_scales.NeighboursAndParent")(sizes.num_heads),
+                direction=lambda sizes: named("two_scales.NeighboursAndParent")(sizes.num_heads),
                 model="two_scales.TwoScaleTransformer",
                 scales=2,
                 about="patches of two magnifications in one bag: NA over all of them, PPEG on each scale's own square",
@@ -286,6 +241,15 @@ ARMS: dict[str, Arm | PeerArm] = {
         gated=True,
         starts_as="abmil",
         about="ABMIL whose patches Gated SRP corrects first",
+    ),
+    "srp_abmil_from_1": PeerArm(
+        "srp_abmil_from_1",
+        ("dim", "delta", "hidden_dim"),
+        gated=True,
+        about="the same, whose gate starts by removing: beta = 1 + delta tanh(logit)",
+    ),
+    "abmil_beta_1": PeerArm(
+        "abmil_beta_1", ("dim",), about="ABMIL on features from which the part along their neighbours' mean was removed"
     ),
     "dsmil": PeerArm("DSMIL", ("dim",), about="dual-stream MIL: a critical patch and attention to it (Li et al. 2021)"),
     "abmil_published": PeerArm(
@@ -380,7 +344,7 @@ def build_model(
     full = Sizes(**{**parts.defaults, **sizes})
     # Constructors draw values that `initialise` replaces; nobody else's stream may notice.
     with torch.random.fork_rng(devices=[]):
-        make = _named("masked.build_masked") if masked else None
+        make = named("masked.build_masked") if masked else None
         model: SlideModel = make(arm, in_dim, full) if make else parts.build(in_dim, num_outputs, full)
         if covariates:
             model.covariates = torch.nn.Linear(covariates, num_outputs, bias=False)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gated_srp.errors import UserError
 from gated_srp.models.fast.inference import Scratch
-from gated_srp.models.slide import Arm, Sizes, SlideTransformer, check_bags
+from gated_srp.models.parts import Arm, Sizes
+from gated_srp.models.slide import SlideTransformer, check_bags
 from gated_srp.srp import PatchGraph
 from gated_srp.srp.lattice import cells_of
 
@@ -134,7 +135,10 @@ class MaskedTransformer(SlideTransformer):
         wanted = wanted.index_select(0, graph.masked)
         found = torch.where(varies, (predicted.float() - wanted).square(), 0.0).mean(0)
         variance = wanted.square().mean()
-        return torch.where(variance > 0, found / variance, 1.0)  # a single patch: nothing but its mean can be asked for
+        known = (
+            variance > 0
+        )  # a single patch, or means alone masked: nothing can be asked for; both wheres keep gradients finite
+        return torch.where(known, found / torch.where(known, variance, 1.0), 1.0)
 
 
 def standardised(features: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ All take (features, graph) like `SlideTransformer`. Shapes: B bags of one length
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from gated_srp.models.attention import check_heads, merge_heads, split_heads
 from gated_srp.models.block import PPEG
 from gated_srp.models.nystrom import check_one_length, nystrom, nystrom_map, segment_means
 from gated_srp.models.slide import Device, Loss, SlideModel, check_bags
-from gated_srp.srp import GatedSRP, PatchGraph, SignedGate
+from gated_srp.srp import FixedCoefficient, GatedSRP, PatchGraph, SignedGate, from_removal, signed
+from gated_srp.srp.coefficient import Bound
 from gated_srp.srp.projection import chunks
 
 
@@ -150,10 +152,17 @@ class ABMIL(Peer):
         return graph.patches(self.attend(features, graph)[1].softmax(-1)[:, None])
 
 
-def srp_abmil(in_dim: int, num_outputs: int, *, dim: int, delta: float, hidden_dim: int) -> ABMIL:
-    """`ABMIL` behind Gated SRP on the features."""
-    gate = SignedGate(1, delta=delta, hidden_dim=hidden_dim)
-    return ABMIL(in_dim, num_outputs, dim=dim, correction=GatedSRP(1, coefficient=gate))
+def srp_abmil(in_dim: int, num_outputs: int, *, dim: int, bound: Bound = signed, **gate: Any) -> ABMIL:
+    """`ABMIL` behind Gated SRP on the features; ``gate``: delta and hidden_dim."""
+    return ABMIL(in_dim, num_outputs, dim=dim, correction=GatedSRP(1, coefficient=SignedGate(1, bound=bound, **gate)))
+
+
+srp_abmil_from_1 = partial(srp_abmil, bound=from_removal)
+
+
+def abmil_beta_1(in_dim: int, num_outputs: int, *, dim: int) -> ABMIL:
+    """`ABMIL` behind removal by force."""
+    return ABMIL(in_dim, num_outputs, dim=dim, correction=GatedSRP(1, coefficient=FixedCoefficient(1.0)))
 
 
 def published_abmil(in_dim: int, num_outputs: int) -> ABMIL:

@@ -1,11 +1,10 @@
-"""The slide model: features of patches and their graph in, logits out; and `Arm`, one in its parts.
+"""The slide model: features of patches and their graph in, logits out.
 
 Shapes: B batch, N patches, S side of the square, L = 1 + S * S rows (CLS first), C channels.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gated_srp.errors import UserError, counted
-from gated_srp.models.attention import Attention
-from gated_srp.models.block import PPEG, Adapter, Block, LastBlock, OwnStart, refuse_wrapped
+from gated_srp.models.block import PPEG, Block, LastBlock, OwnStart, refuse_wrapped
 from gated_srp.models.fast import one_pass, plain
 from gated_srp.models.fast.inference import Scratch, embedded
-from gated_srp.srp import Coefficient, Direction, GatedSRP, NeighbourMean, PatchGraph, SignedGate, signed, zeros
+from gated_srp.srp import Coefficient, PatchGraph, SignedGate
 from gated_srp.streams import stream
 
 Device = torch.device | str
@@ -189,6 +187,7 @@ class SlideTransformer(SlideModel):
         """What enters the first block, (B, L, C): CLS, the embedded patches, what fills the square; and the graph of these rows."""
         patches = features.shape[1]
         missing = 0 if self.ppeg is None else math.ceil(math.sqrt(patches)) ** 2 - patches
+        features = self.entering(features, graph)
         graph = graph.with_isolated(before=1, after=missing)
         if one_pass(self.in_proj) and plain(self.in_proj):
             return embedded(features, self.in_proj, self.cls_token, missing, scratch), graph
@@ -196,11 +195,39 @@ class SlideTransformer(SlideModel):
         first, rest = torch.split(x, [missing, patches - missing], dim=1)
         return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), first, rest, first], dim=1), graph
 
+    def entering(self, features: Tensor, graph: PatchGraph) -> Tensor:
+        """What the first layer sees of the patches, (B, N, in_dim)."""
+        return features
+
     def draw_keep(self, batch: int, *, device: Device = "cpu", generator: torch.Generator | None = None) -> Tensor:
         """Drop-path factors (depth, 2, batch): 0 with a probability that rises linearly over depth, else 1 / (1 - it)."""
         rates = torch.linspace(0, self.drop_path, len(self.blocks), device=device).view(-1, 1, 1)
         draws = torch.rand(len(self.blocks), 2, batch, device=device, generator=generator)
         return (draws >= rates) / (1 - rates)
+
+
+class CorrectedFeatures(SlideTransformer):
+    """x_i <- x_i - beta_i <x_i, r_i> r_i, with r_i the unit mean of the neighbours' features, in one head; then the slide model on x.
+
+    Behind attention the residual sum carries what features have in common past the correction; in front of the first layer nothing does.
+    To `trace` and gates.csv the features are layer 1, which has no attention, and the blocks follow.
+    """
+
+    no_pretraining: ClassVar[str] = "its features are corrected by those of neighbours that would be masked"
+
+    def __init__(self, in_dim: int, num_outputs: int, **parts: Any) -> None:
+        super().__init__(in_dim, num_outputs, **parts)
+        self.correction: nn.Module | None = None
+        self.packs = True
+
+    def entering(self, features: Tensor, graph: PatchGraph) -> Tensor:
+        if self.correction is None:
+            return features
+        x: Tensor = self.correction(features[:, None], features[:, None], graph)  # (B, 1, N, C)
+        return x[:, 0]
+
+    def cls_attention(self, features: Tensor, graph: PatchGraph, keep: Tensor | None = None) -> None:
+        return None
 
 
 def check_bags(features: Tensor, graph: PatchGraph, in_dim: int, *, scales: int = 1) -> None:
@@ -246,141 +273,3 @@ def initialise(model: nn.Module, seed: int) -> None:
                 nn.init.normal_(parameter, std=0.1, generator=stream(seed, full))
             else:
                 nn.init.trunc_normal_(parameter, std=0.02, generator=stream(seed, full))
-
-
-# Models in parts ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What an arm may ask of a model's size; the defaults are the paper's. ``num_patches``: of an image, each has a position."""
-
-    dim: int = 384
-    depth: int = 4
-    num_heads: int = 6
-    num_landmarks: int = 64
-    delta: float = 1.0
-    hidden_dim: int = 64
-    drop_path: float = 0.1
-    num_patches: int = 289
-
-    def gate(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> Coefficient:
-        return kind(self.num_heads, **{"delta": self.delta, "hidden_dim": self.hidden_dim, **changes})
-
-
-class Gate:
-    """Makes the signed gate of an arm; ``changes``: arguments of `SignedGate` that the ablation sets otherwise."""
-
-    def __init__(self, kind: type[SignedGate] = SignedGate, **changes: Any) -> None:
-        self.kind, self.changes = kind, changes
-
-    @property
-    def starts_shut(self) -> bool:
-        """Whether beta is 0 everywhere before training."""
-        bound, init = self.changes.get("bound", signed), self.changes.get("init", zeros)
-        return init is zeros and float(bound(torch.zeros(()), 1.0)) == 0
-
-    def __call__(self, sizes: Sizes) -> Coefficient:
-        return sizes.gate(self.kind, **self.changes)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A slide model in parts. ``coefficient=None``: no correction; ``last``: the last block is corrected too.
-
-    Facts for the rest of the house: ``title``: what tables print, if not the name; ``about``: what it does, in words; ``trunk``: what
-    the paper's gate settings are keyed by; ``base``: the uncorrected arm that this one is paired with, itself for a base; ``dense``:
-    attention over all pairs of patches; ``method``: Gated SRP itself, no ablation or control of it; ``without``: the arm that it is
-    without its gate, if not its base, or without what else it adds; ``window``: the one that its graphs need, whatever the cohort sets;
-    ``scales``: magnifications that its bags need.
-    """
-
-    attention: Callable[[Sizes, int], Attention]
-    coefficient: Callable[[Sizes], Coefficient] | None = None
-    direction: Callable[[Sizes], Direction] = lambda sizes: NeighbourMean()
-    last: bool = False
-    position: Callable[[int], PPEG] | None = PPEG
-    title: str = ""
-    about: str = ""
-    trunk: str = "nystrom"
-    base: str = "na"
-    dense: bool = False
-    method: bool = False
-    without: str = ""
-    window: int | None = None
-    scales: int = 1
-
-    images: ClassVar[bool] = False
-    needs_covariates: ClassVar[bool] = False
-    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `Sizes`
-    refuses: ClassVar[Mapping[str, str]] = {}  # kind of task -> why
-
-    @property
-    def gated(self) -> bool:
-        """Whether it learns a signed gate, whose ``delta`` and ``hidden_dim`` then matter."""
-        return isinstance(self.coefficient, Gate)
-
-    @property
-    def starts_as(self) -> str:
-        """The arm that it equals before training, bit for bit; empty where there is none."""
-        if self.coefficient is None:
-            return self.without
-        shut = isinstance(self.coefficient, Gate) and self.coefficient.starts_shut
-        return (self.without or self.base) if shut else ""
-
-    @property
-    def kind(self) -> type[SlideTransformer]:
-        return SlideTransformer
-
-    @property
-    def no_pretraining(self) -> str:
-        """Why it cannot be pretrained on masked patches, or nothing."""
-        return self.kind.no_pretraining
-
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
-        blocks = self.blocks(sizes)
-        position = None if self.position is None else self.position(sizes.dim)
-        return self.kind(in_dim, num_outputs, blocks=blocks, position=position, drop_path=sizes.drop_path)
-
-    def correction(self, sizes: Sizes) -> GatedSRP | Adapter | None:
-        if self.coefficient is None:
-            return None
-        return GatedSRP(sizes.num_heads, direction=self.direction(sizes), coefficient=self.coefficient(sizes))
-
-    def blocks(self, sizes: Sizes) -> list[Block]:
-        blocks: list[Block] = []
-        for number in range(sizes.depth):
-            kind, attention = self.kind.block_kind(number, sizes.depth), self.attention(sizes, number)
-            # Two maps share a head: then there are half as many, twice as wide.
-            heads = replace(sizes, num_heads=attention.num_heads)
-            correction = self.correction(heads) if self.last or kind.patches else None
-            blocks.append(kind(sizes.dim, attention, correction=correction))
-        return blocks
-
-
-@dataclass(frozen=True)
-class ImageArm(Arm):
-    """An image model in the same parts: learned positions, twelve blocks."""
-
-    images: ClassVar[bool] = True
-    no_pretraining: ClassVar[str] = "it is a model of images, whose patches are pixels"
-    defaults: ClassVar[Mapping[str, Any]] = {"depth": 12}
-
-    def build(self, in_dim: int, num_outputs: int, sizes: Sizes) -> SlideTransformer:
-        from gated_srp.models.images import ImageTransformer  # which is a slide model
-
-        blocks, patches = self.blocks(sizes), sizes.num_patches
-        return ImageTransformer(in_dim, num_outputs, blocks=blocks, num_patches=patches, drop_path=sizes.drop_path)
-
-
-@dataclass(frozen=True)
-class AdaptedArm(Arm):
-    """Control: where the gates would be, adapters with at least as many weights."""
-
-    @property
-    def starts_as(self) -> str:
-        return self.base
-
-    def correction(self, sizes: Sizes) -> Adapter:
-        weights = sum(parameter.numel() for parameter in sizes.gate().parameters())
-        return Adapter(sizes.dim // sizes.num_heads, budget=weights)

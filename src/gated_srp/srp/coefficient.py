@@ -49,6 +49,11 @@ def rectified(logit: Tensor, delta: float) -> Tensor:
     return signed(logit, delta).clamp(min=0)
 
 
+def from_removal(logit: Tensor, delta: float) -> Tensor:
+    """Beyond the paper: 1 + delta tanh(logit), which starts by removing and has to learn where to leave alone."""
+    return 1 + signed(logit, delta)
+
+
 def range_free(logit: Tensor, delta: float) -> Tensor:
     """Beyond the paper: 2 tanh(logit / 2), which needs no range; delta is not used."""
     return 2 * torch.tanh(logit / 2)

@@ -80,7 +80,11 @@ class RandomDirection(Direction):
 
 
 class ShuffledNeighbours(Direction):
-    """Control: as many neighbours as there are, but of a fixed random reordering of the slide's patches."""
+    """Control: as many neighbours as there are, but of a fixed reordering of the slide's patches.
+
+    The order is one of even steps through the rows, not a random one: on lattices of hundreds of patches those that take the place of a
+    patch's neighbours may lie near each other. It stays as it is, since models that were trained with it depend on it.
+    """
 
     def forward(self, v: Tensor, graph: PatchGraph) -> Tensor:
         order = torch.arange(len(v), device=v.device)

@@ -346,8 +346,7 @@ class GateRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [(number, block.correction.coefficient) for number, block in _corrected(model)]
-        gates = [(number, gate) for number, gate in found if isinstance(gate, SignedGate)]
+        gates = [(number, gate) for number, gate in _coefficients(model) if isinstance(gate, SignedGate)]
         self.layers = [number for number, _ in gates]
         self.deltas = [2.0 if gate.bound is range_free else gate.delta for _, gate in gates]
         self._sums: list[Tensor | None] = [None] * len(gates)
@@ -395,6 +394,7 @@ class GateRecorder:
         return record
 
 
-def _corrected(model: nn.Module) -> list[tuple[int, Any]]:
-    blocks = getattr(model, "blocks", ())
-    return [(number, block) for number, block in enumerate(blocks) if getattr(block, "correction", None) is not None]
+def _coefficients(model: nn.Module) -> list[tuple[int, Any]]:
+    """Of the blocks that correct, by their numbers; or of the model itself, where it corrects features."""
+    parts = [model] if getattr(model, "correction", None) else getattr(model, "blocks", ())
+    return [(number, part.correction.coefficient) for number, part in enumerate(parts) if part.correction]

@@ -23,9 +23,8 @@ from gated_srp.data.prepared import open_header
 from gated_srp.data.splits import Split, assign_parts
 from gated_srp.errors import Note, UserError, counted
 from gated_srp.models import SlideModel, find_arm
-from gated_srp.models.arms import PeerArm
 from gated_srp.models.masked import MaskedGraph, Masking, copying_r2, pretrainable
-from gated_srp.models.slide import Arm
+from gated_srp.models.parts import Arm, PeerArm
 from gated_srp.progress import Progress, silent
 from gated_srp.streams import stream
 from gated_srp.tasks import PRETRAINING
@@ -235,7 +234,10 @@ def files_without_table(
     slides["part"] = slides["case"].map(split.parts)
     trained, validated = (int((slides["part"] == part).sum()) for part in ("train", "val"))
     words = f"no table: pretraining on {counted(trained, 'slide')}, epoch chosen on {validated}"
-    words += "; nobody is held out for a test. A run that tests on these patients refuses these weights"
+    words += "; nobody is held out for a test. A run that tests on these slides, or on a patient whom a TCGA barcode tells, refuses these weights"
+    unknown = sum(not tcga_patient(file) for file in slides["file"])
+    if unknown:
+        words += f". The names of {counted(unknown, 'file')} tell no patient: whether another slide of the same patient is tested on later is yours to know"
     left = tuple(Note("note", "files", line) for line in matches.report()) if len(matches.found) < len(files) else ()
     return slides, split, (*notes, *said, *left, Note("warning", "no_table", words))
 

@@ -270,27 +270,32 @@ def test_a_very_long_slide_in_halves_equals_the_plain_forward_within_their_round
     from gated_srp.models import block, fast
     from gated_srp.models.fast import long
 
-    model, (features, graph) = trained(arm).float(), slide
-    calls = []
+    (features, graph), calls, errors = slide, [], []
     monkeypatch.setattr(long, "_LINES", 7)
     for name in ("nystrom_in_parts", "convolve_in_place"):
         real = getattr(long, name)
         monkeypatch.setattr(long, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
 
-    def logits(dtype):
+    def logits(model, dtype):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
             return model(features.to(dtype), graph).float()
 
-    exact, halves = logits(torch.float32), logits(torch.bfloat16)
-    assert not calls
-    monkeypatch.setattr(fast, "LONG", 1000)
-    monkeypatch.setattr(block, "LONG", 1000)
-    parts = logits(torch.bfloat16)
-    first, *others = (type(block.attn) is NystromAttention for block in model.blocks)  # others as they are written
-    assert calls == [*["nystrom_in_parts"] * first, "convolve_in_place", *["nystrom_in_parts"] * sum(others)]
+    for seed in range(6):  # of one model alone a last bit of three logits would decide
+        model = trained(arm, seed).float()
+        exact, halves = logits(model, torch.float32), logits(model, torch.bfloat16)
+        assert not calls
+        with monkeypatch.context() as patched:
+            patched.setattr(fast, "LONG", 1000)
+            patched.setattr(block, "LONG", 1000)
+            parts = logits(model, torch.bfloat16)
+        first, *others = (type(block.attn) is NystromAttention for block in model.blocks)  # others as they are written
+        assert calls == [*["nystrom_in_parts"] * first, "convolve_in_place", *["nystrom_in_parts"] * sum(others)]
+        calls.clear()
+        errors.append(torch.stack([parts - exact, halves - exact]))
+        torch.testing.assert_close(parts, halves, atol=0.05 * float(exact.abs().max()), rtol=0)
     # In halves both are as far from float32 as their rounding: sums in float32 bring them no farther.
-    assert float((parts - exact).abs().max()) <= 1.5 * float((halves - exact).abs().max()) + 1e-3
-    torch.testing.assert_close(parts, halves, atol=0.05 * float(exact.abs().max()), rtol=0)
+    in_parts, whole = torch.cat(errors, 1).square().mean((1, 2)).sqrt().tolist()
+    assert in_parts <= 1.5 * whole
 
 
 def test_a_convolution_in_place_equals_the_whole_one(monkeypatch):

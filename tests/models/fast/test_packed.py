@@ -52,7 +52,15 @@ PAPER = [
     "axis_shuffled",
     "adapter",
 ]
-OTHERS = ["gated_srp_live", "vit4_gated_srp", "vit4_cog", "local_attention_gated_srp", "convit_gated_srp", "dgsa"]
+OTHERS = [
+    "gated_srp_live",
+    "vit4_gated_srp",
+    "vit4_cog",
+    "local_attention_gated_srp",
+    "convit_gated_srp",
+    "dgsa",
+    "features_gated_srp",
+]
 
 
 @pytest.mark.parametrize("arm", PAPER + OTHERS)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from gated_srp.models.fast import by_hand
 from gated_srp.models.fast.gradients import projections
 from gated_srp.models.masked import MaskedGraph, MaskedTransformer
 from gated_srp.models.nystrom import NystromAttention, nystrom, pinv, segment_means
-from gated_srp.models.slide import SlideModel, SlideTransformer, check_bags
+from gated_srp.models.slide import CorrectedFeatures, SlideModel, SlideTransformer, check_bags
 from gated_srp.srp import PatchGraph
 
 
@@ -69,8 +69,7 @@ class Pack:
             alike = [graph for _, graph in some]
             groups.append(_line(alike, [graph.num_rows - 1 for graph in alike]))
         flat = _line(groups, [sizes[bag] for bag in order])
-        facts = {name: getattr(flat, name) for name in PatchGraph.__dataclass_fields__}
-        graph = PackedGraph(**facts, rows=tuple(rows[bag] for bag in order))
+        graph = PackedGraph(**_facts(flat), rows=tuple(rows[bag] for bag in order))
         return cls(tuple(order), graph, tuple(groups), torch.cat(source).to(graph.offsets.device))
 
     def split(self, x: Tensor) -> list[Tensor]:
@@ -95,6 +94,16 @@ def _line(graphs: Sequence[PatchGraph], lengths: Sequence[int]) -> PatchGraph:
     return replace(PatchGraph._in_line(graphs, tuple(lengths)), before=1)
 
 
+def _facts(graph: PatchGraph) -> dict[str, Any]:
+    return {name: getattr(graph, name) for name in PatchGraph.__dataclass_fields__}
+
+
+def _packed(graphs: Sequence[PatchGraph]) -> PackedGraph:
+    """Graphs of patches alone laid end to end."""
+    rows = tuple(graph.num_rows for graph in graphs)
+    return PackedGraph(**_facts(PatchGraph._in_line(graphs, rows)), rows=rows)
+
+
 def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], keep: Tensor | None = None) -> Tensor:
     """model(features[None], graph, keep of the bag) of each bag, all at once: features (N, in_dim) and graphs, keep (depth, 2, B) -> (B, outputs)."""
     assert isinstance(model, SlideTransformer) and model.packs
@@ -103,7 +112,10 @@ def packed_logits(model: SlideModel, bags: Sequence[tuple[Tensor, PatchGraph]], 
     refuse_wrapped(model.blocks, model.ppeg)
     pack = Pack.of([graph for _, graph in bags], square=model.ppeg is not None)
     dtype = model.in_proj.weight.dtype
-    x = model.in_proj(torch.cat([features.to(dtype) for features, _ in bags]))
+    x = torch.cat([features for features, _ in bags])
+    if isinstance(model, CorrectedFeatures):  # in one call, so that what its gate does is counted for all bags
+        x = model.entering(x[None], _packed([graph for _, graph in bags]))[0]
+    x = model.in_proj(x.to(dtype))
     x = torch.cat([model.cls_token[0].to(x.dtype), x]).index_select(0, pack.source)  # (R, C)
     if isinstance(model, MaskedTransformer):
         hidden = [graph.hidden for _, graph in bags if isinstance(graph, MaskedGraph)]
