@@ -1,5 +1,7 @@
 """Figures carry their labels and their numbers; what they look like was judged by eye."""
 
+import re
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -11,6 +13,7 @@ from gated_srp.reports.figures import (
     macro_curve,
     precision_recall,
     roc,
+    save,
 )
 from gated_srp.reports.gates import _draw_arrows, draw_regimes, draw_signed_gate, draw_trajectories, read_gates
 from gated_srp.reports.tables import write_comparison
@@ -93,6 +96,19 @@ def test_kaplan_meier_splits_the_test_cases_at_the_training_median(tmp_path):
 def test_the_signed_gates_geometry_names_its_regimes(tmp_path):
     text = draw_signed_gate(tmp_path / "gate")[0].read_text()
     assert all(word in text for word in ("β = 1: projection", "β = 2: reflection", "−2c", "−δ", "tanh(ℓ)", "start"))
+
+
+def test_names_with_dollars_are_drawn_as_they_are_and_formulas_as_formulas(tmp_path):
+    figure = Figure()
+    axis = figure.subplots()
+    axis.plot([0, 1], label="cost $_{$ of ^")
+    axis.set_xticks([0, 1], ["a$_$b", "c"])  # neither is a formula that could be drawn
+    axis.legend()
+    save(figure, tmp_path / "names", title="$\\cohort{ and $x$")
+    drawn = (tmp_path / "names.svg").read_text(encoding="utf-8")
+    assert all(name in drawn for name in ("cost $_{$ of ^", "a$_$b", "$\\cohort{ and $x$"))
+    gate = draw_signed_gate(tmp_path / "gate")[0].read_text(encoding="utf-8")
+    assert "mathrm" in gate and "mathrm" not in re.sub("<!--.*?-->", "", gate)  # its source stands in a comment alone
 
 
 def test_the_arrows_end_where_the_projection_puts_them():

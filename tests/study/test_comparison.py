@@ -5,6 +5,7 @@ import pytest
 from study.study_cells import CURVE, cells, finish
 
 from gated_srp.errors import UserError
+from gated_srp.study.cells import moved_gates
 from gated_srp.study.comparison import collect, compare_cells, shown_metrics, split_ratio, stats
 from gated_srp.training.folder import RunFolder
 
@@ -41,6 +42,24 @@ def test_the_ratio_of_test_to_training_comes_from_the_splits(tmp_path):
     assert round(split_ratio(found), 4) == 0.2857
     finish(found[0])
     assert round(split_ratio(found), 4) == round(2 / 7, 4)
+
+
+def test_folds_are_called_folds(tmp_path):
+    found = cells(tmp_path, seeds=(42,), folds=2)
+    for place, cell in enumerate(found):
+        finish(cell, macro_f1=0.5 + place / 10)
+    (one,) = compare_cells(found, collect(found), "na", repeats=0).cohorts
+    assert "fold" in one.verdict and "seed" not in one.verdict
+
+
+def test_what_gates_did_is_told_of_each_runs_own_last_epoch(tmp_path):
+    found = cells(tmp_path, arms=("gated_srp",), seeds=(42, 43))
+    for cell, epochs, beta in zip(found, (3, 5), (0.9, 0.1), strict=True):  # the first stopped early
+        finish(cell, macro_f1=0.5)
+        rows = [f"{epoch},0,{beta * epoch / epochs},0.0,{0.5}" for epoch in range(1, epochs + 1)]
+        (cell.run.path / "gates.csv").write_text("epoch,layer,mean,std,share_identity\n" + "\n".join(rows) + "\n")
+    (said,) = moved_gates(found)
+    assert said.startswith("gates of gated_srp in the last epoch: mean beta by layer +0.50; 50 % of")
 
 
 def test_nothing_finished_is_said(tmp_path):

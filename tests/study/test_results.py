@@ -314,6 +314,18 @@ def test_no_worse_is_corrected_by_holm_and_needs_an_interval():
     assert compare(frame(rows("A", "na", [0.7]), rows("A", "x", [0.7])), "na").cohorts[0].no_worse == ""
 
 
+def test_worse_by_more_than_the_margin_is_corrected_by_holm_as_no_worse_is():
+    base, drop = [0.70, 0.75, 0.80, 0.72, 0.78], [-0.03, -0.075, -0.05, -0.065, -0.03]
+    worse = rows("A", "bad", [one + change for one, change in zip(base, drop, strict=True)])
+    alone = compare(frame(rows("A", "na", base), worse), "na", ratio=0.25).cohorts[0]
+    assert alone.no_worse == "worse by more than 0.01"
+    wobble = [0.02, -0.02, 0.01, -0.01, 0.03]
+    others = [rows("A", f"o{n}", [one + n * 1e-3 + w for one, w in zip(base, wobble, strict=True)]) for n in range(9)]
+    among = {cell.arm: cell for cell in compare(frame(rows("A", "na", base), worse, *others), "na", ratio=0.25).cohorts}
+    assert among["bad"].p_no_worse == pytest.approx(alone.p_no_worse) and 10 * (1 - alone.p_no_worse) > 0.025
+    assert among["bad"].no_worse == "worse by more than 0.01 by itself, but not after Holm's correction"
+
+
 def test_the_margin_is_an_option_and_stands_in_words_and_numbers(tmp_path):
     path = tmp_path / "r.csv"
     CLOSE.to_csv(path, index=False)

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gated_srp.study.statistics import RATIO, holm, paired, paired_bootstrap, seeds_needed, t_test, wilcoxon_p
+from gated_srp.study.statistics import (
+    RATIO,
+    Bootstrap,
+    holm,
+    paired,
+    paired_bootstrap,
+    seeds_needed,
+    t_test,
+    wilcoxon_p,
+)
 
 SURVIVAL = [0.0147, 0.0401, 0.0319, 0.0261, 0.0217]  # printed means, Gated SRP minus NA
 
@@ -167,6 +176,17 @@ def test_a_patient_in_several_test_sets_is_drawn_once_for_all():
     once = paired_bootstrap([pair], lambda frame: {"m": frame["right"].mean()}, repeats=100)["m"]
     twice = paired_bootstrap([pair, pair], lambda frame: {"m": frame["right"].mean()}, repeats=100)["m"]
     assert (twice.low, twice.high) == pytest.approx((once.low, once.high))
+
+
+def test_a_bootstrap_whose_metric_was_undefined_in_some_draws_says_in_how_many():
+    base = pd.DataFrame({"case": ["a", "b"], "right": [0.0, 1.0]})
+    metric = lambda frame: {"m": frame["right"].mean() if frame["case"].nunique() > 1 else math.nan}  # noqa: E731
+    found = paired_bootstrap([(base.assign(right=1.0), base)], metric, repeats=50)["m"]
+    assert (
+        0 < found.repeats < 50
+        and str(found) == f"+0.5000 (+0.5000 to +0.5000, {found.repeats} of 50 draws: undefined in the others)"
+    )
+    assert str(Bootstrap(0.1, 0.0, 0.2, 50, 50)) == "+0.1000 (+0.0000 to +0.2000)"
 
 
 def test_the_bootstrap_without_predictions_says_nothing():

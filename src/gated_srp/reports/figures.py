@@ -40,17 +40,24 @@ Floats = NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunFolder]]  # by cohort, or by row of a table: one run per seed
 
 
-def save(figure: Figure, stem: Path, *, title: str = "", mark: str = "") -> list[Path]:
-    """``stem``.svg and ``stem``.png, each written whole; the same numbers give the same file. ``mark`` is printed at the foot."""
+def save(figure: Figure, stem: Path, *, title: str = "", mark: str = "", formulas: bool = False) -> list[Path]:
+    """``stem``.svg and ``stem``.png, each written whole; the same numbers give the same file. ``mark`` is printed at the foot.
+
+    Text between dollars is drawn as it is, since names of cohorts, classes and files may have some; ``formulas``: as TeX.
+    """
     from matplotlib import rc_context
+    from matplotlib.text import Text
 
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     if mark:
         figure.supxlabel(mark, fontsize=7, color="#B3261E", x=0.01, ha="left")
+    for text in figure.findobj(Text):
+        text.set_parse_math(formulas)
     paths = {ending: stem.with_name(f"{stem.name}.{ending}") for ending in ("svg", "png")}
+    settings: dict[Any, Any] = {"svg.hashsalt": "gated-srp", "svg.fonttype": "none", "text.parse_math": formulas}
     for ending, path in paths.items():
-        with whole(path) as draft, rc_context({"svg.hashsalt": "gated-srp", "svg.fonttype": "none"}):
+        with whole(path) as draft, rc_context(settings):  # labels of ticks are made while it is drawn
             figure.savefig(draft, format=ending, dpi=150, metadata={"Date": None} if ending == "svg" else None)
     return list(paths.values())
 

@@ -111,7 +111,7 @@ def draw_signed_gate(stem: Path, *, delta: float = 2.0) -> list[Path]:
         axes.set_title(name, loc="left", fontsize=12)
     _draw_arrows(left)
     _draw_number_line(right, delta)
-    return save(figure, stem)
+    return save(figure, stem, formulas=True)
 
 
 def _draw_arrows(axes: Axes) -> None:

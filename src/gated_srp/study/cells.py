@@ -319,10 +319,11 @@ def short_gates(cells: Sequence[Cell], data: CohortData) -> tuple[Note, ...]:
 
 
 def moved_gates(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """What the gates of each row did in the last epoch, of all its finished runs."""
+    """What the gates of each row did in the last epoch of each of its finished runs, means over runs."""
     rows: dict[str, list[pd.DataFrame]] = {}
     for cell in cells:
         if cell.run.finished and len(gates := cell.run.gates):
-            rows.setdefault(cell.row, []).append(gates)
-    means = {row: pd.concat(runs).groupby(["epoch", "layer"], as_index=False).mean() for row, runs in rows.items()}
+            last = gates[gates["epoch"] == gates["epoch"].max()]  # its own: some runs stop early
+            rows.setdefault(cell.row, []).append(last.assign(epoch=0))
+    means = {row: pd.concat(runs).groupby("layer", as_index=False).mean() for row, runs in rows.items()}
     return tuple(f"gates of {row} in the last epoch: {gates_moved(found)}" for row, found in means.items())

@@ -267,9 +267,9 @@ def compare_cells(
     keep = known.to_numpy() & results["value"].notna().to_numpy()
     if not keep.any():
         raise UserError("no cell is finished, so there is nothing to compare", cure="Mend what failed and start again.")
-    found = compare_results(
-        results[keep].reset_index(drop=True), reference, ratio=split_ratio(cells), notes=notes, margin=margin
-    )
+    unit = "fold" if all(cell.config.folds for cell in cells) else "seed"
+    kept = results[keep].reset_index(drop=True)
+    found = compare_results(kept, reference, ratio=split_ratio(cells), notes=notes, unit=unit, margin=margin)
     if not repeats:
         return found
     tables = {(cell.cohort, cell.row, cell.unit): cell.predictions() for cell in cells if cell.run.finished}

@@ -309,18 +309,17 @@ def judged_cells(cells: list[Difference], lower_is_better: Collection[str], unit
 def _not_worse(cells: list[Difference], lower_is_better: Collection[str], margin: float) -> Iterator[Difference]:
     """Whether each is no worse than the reference by the margin: the end of its interval, and Holm over the family."""
     tests = [t_shifted(cell.test, margin, lower=cell.metric in lower_is_better) for cell in cells]
-    adjusted = holm([p for _, p in tests])
-    for cell, (end, p), after in zip(cells, tests, adjusted, strict=True):
+    no_worse, worse = holm([p for _, p in tests]), holm([1 - p for _, p in tests])
+    for cell, (end, p), better_than, worse_than in zip(cells, tests, no_worse, worse, strict=True):
         words = ""
         if not math.isnan(p):
             if p >= 1 - LEVEL / 2:
-                words = f"worse by more than {margin:g}"
+                words, after = f"worse by more than {margin:g}", worse_than
             elif end <= -margin:
-                words = f"not shown to be no worse by more than {margin:g}"
+                words, after = f"not shown to be no worse by more than {margin:g}", 0.0
             else:
-                words = f"no worse by more than {margin:g}" + (
-                    "" if after < LEVEL / 2 else " by itself, but not after Holm's correction"
-                )
+                words, after = f"no worse by more than {margin:g}", better_than
+            words += "" if after < LEVEL / 2 else " by itself, but not after Holm's correction"
         yield replace(cell, margin=margin, p_no_worse=p, no_worse=words)
 
 

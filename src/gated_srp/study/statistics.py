@@ -229,10 +229,14 @@ class Bootstrap:
     difference: float
     low: float
     high: float
-    repeats: int  # those in which the metric was defined
+    repeats: int  # those in which the metric was defined in every pair
+    asked: int = 0
 
     def __str__(self) -> str:
-        return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
+        fewer = (
+            f", {self.repeats:,} of {self.asked:,} draws: undefined in the others" if self.repeats < self.asked else ""
+        )
+        return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f}{fewer})"
 
 
 def paired_bootstrap(
@@ -269,7 +273,7 @@ def paired_bootstrap(
     for name, difference in differences(np.ones(size, dtype=np.int64)).items():
         defined = [one[name] for one in drawn if not math.isnan(one[name])]
         low, high = np.quantile(defined, (LEVEL / 2, 1 - LEVEL / 2)) if defined else (NAN, NAN)
-        found[name] = Bootstrap(difference, float(low), float(high), len(defined))
+        found[name] = Bootstrap(difference, float(low), float(high), len(defined), repeats)
     return found
 
 
