@@ -149,6 +149,19 @@ def test_a_plan_that_could_not_be_read_at_its_end_is_refused_before_anything_run
         read_plan(write_plan(tmp_path, diagrams={"toy": toy}, reference=changes.get("reference", "na")))
 
 
+@pytest.mark.parametrize("patients", [[6, 4], [6, 4, 0], [6, 4, 2.5]])
+def test_patients_are_three_whole_numbers(patients, tmp_path):
+    with pytest.raises(UserError, match="patients: three numbers of at least 1"):
+        read_plan(write_plan(tmp_path, patients=patients))
+
+
+def test_a_metric_that_the_task_has_not_ends_a_study_after_its_first_run(tmp_path, fake_runs):
+    toy = PLAN["diagrams"]["toy"] | {"metric": "macro_acu"}
+    with pytest.raises(UserError, match="no metric 'macro_acu'") as caught:
+        gated_srp.simulate(write_plan(tmp_path, diagrams={"toy": toy}), out=tmp_path)
+    assert len(fake_runs) == 1 and "macro_auc" in caught.value.cure
+
+
 def test_differences_are_paired_by_seed_with_the_plain_t_interval():
     rows = [
         ("toy", x, "2", arm, seed, "macro_auc", value)
@@ -159,9 +172,18 @@ def test_differences_are_paired_by_seed_with_the_plain_t_interval():
     found = differences(pd.DataFrame(rows, columns=[*simulation.KEY, "metric", "value"]), PLAN)
     # differences 0.1 and 0.2: mean 0.15, standard error 0.05, t of one degree of freedom 12.706
     assert (
-        found[["n", "reference", "difference", "low", "high"]].round(4).to_numpy().tolist()
-        == [[2, 0.65, 0.15, -0.4853, 0.7853]] * 2
+        found[["n", "reference", "difference", "low", "high", "p"]].round(4).to_numpy().tolist()
+        == [[2, 0.65, 0.15, -0.4853, 0.7853, 0.2048]] * 2
     )
+
+
+def test_a_diagram_may_have_a_reference_of_its_own():
+    toy = PLAN["diagrams"]["toy"]
+    plan = PLAN | {"diagrams": {"toy": toy | {"reference": toy["arms"][1]}}}
+    rows = [("toy", "2", "2", arm, "1", "macro_auc", value) for arm, value in zip(toy["arms"], (0.6, 0.7), strict=True)]
+    found = differences(pd.DataFrame(rows, columns=[*simulation.KEY, "metric", "value"]), plan)
+    assert found[["arm", "reference"]].to_numpy().tolist() == [["na", 0.7]]
+    assert found["difference"].tolist() == pytest.approx([-0.1])
 
 
 def test_every_seed_draws_a_cohort_of_its_own_and_dials_reach_recipe_or_settings():

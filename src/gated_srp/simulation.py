@@ -52,7 +52,7 @@ class SimulationResult:
 
     Attributes:
         results: diagram, x, y, arm, seed, metric, value: test metrics, and mean_beta and share_moved of the last epoch.
-        differences: one row per diagram, point and arm: the mean difference to the reference and its 95 % interval.
+        differences: one row per diagram, point and arm: the mean difference to the reference, its 95 % interval and p, not corrected.
         files: the table and the figures.
     """
 
@@ -94,6 +94,9 @@ def simulate(
         home = out / "cohorts" / "_".join((point.diagram, point.x, point.y, str(point.seed)))
         for cell in _cells(point, missing, home):
             rows = _run(cell, point)
+            if content["diagrams"][point.diagram]["metric"] not in set(rows["metric"]):
+                what = f"diagram {point.diagram!r} has no metric {content['diagrams'][point.diagram]['metric']!r}"
+                raise UserError(what, where=study, cure=f"Its task has {', '.join(rows['metric'])}.")
             results = pd.concat([results, rows], ignore_index=True) if len(results) else rows
             write_whole(path, results.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
             done.add(point.key(cell.row))
@@ -114,9 +117,11 @@ def read_plan(path: Path) -> dict[str, Any]:
         absent = {"seeds", "reference", "recipe", "patients", "settings"} - set(content)
         absent |= {f"metric of {name}" for name, one in content["diagrams"].items() if "metric" not in one}
         unknown = sorted({*absent, *(dial for dial in dials if dial not in _DIALS | {"slides"} and "." not in dial)})
-        alone = [name for name, one in content["diagrams"].items() if content.get("reference") not in one["arms"]]
-        for _ in () if unknown else points_of(content):
-            pass
+        references = {name: reference_of(content, one) for name, one in content["diagrams"].items()}
+        alone = [name for name, one in content["diagrams"].items() if references[name] not in one["arms"]]
+        for point in () if unknown else points_of(content):
+            if len(point.parts) != 3 or any(type(part) is not int or part < 1 for part in point.parts):
+                raise ValueError("patients: three numbers of at least 1, those that train, validate and test")
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"cannot be read as a plan ({error!r})"
         raise UserError(what, where=path, cure="docs/evidence/simulation.yaml is one.") from None
@@ -124,9 +129,15 @@ def read_plan(path: Path) -> dict[str, Any]:
         cure = f"Expected seeds, reference, recipe, patients, settings, diagrams; dials: slides, a setting, {', '.join(sorted(_DIALS))}."
         raise UserError(f"missing or unknown: {', '.join(unknown)}", where=path, cure=cure)
     if alone:
-        what = f"reference {content['reference']!r} is not among the arms of {', '.join(alone)}"
+        what = "; ".join(f"reference {references[name]!r} is not among the arms of {name}" for name in alone)
         raise UserError(what, where=path, cure="Differences are to it: add it to the arms of every diagram.")
     return content
+
+
+def reference_of(content: Mapping[str, Any], diagram: Mapping[str, Any]) -> str:
+    """The arm that the others of a diagram are compared with: its own, or that of the plan."""
+    found: str = diagram.get("reference", content.get("reference"))
+    return found
 
 
 def _keep_plan(content: Mapping[str, Any], table: Path, results: pd.DataFrame) -> None:
@@ -200,6 +211,7 @@ def _cells(point: Point, arms: list[str], home: Path) -> tuple[Cell, ...]:
     write_whole(home / "split.csv", "patient,split\n" + split)
     table = "survival.csv" if point.settings.get("time") else "slides.csv"
     settings = point.settings | {"name": "generated", "features": "features", "table": table, "split": "split.csv"}
+    settings["cache"] = "cache"  # prepared once for all arms; the numbers are the same
     write_whole(home / "simulated.yaml", yaml.safe_dump(settings))
     return plan(load_config(home / "simulated.yaml"), [Row.of(arm) for arm in arms], [point.seed])
 
@@ -221,9 +233,10 @@ def _run(cell: Cell, point: Point) -> pd.DataFrame:
 
 
 def differences(results: pd.DataFrame, content: Mapping[str, Any]) -> pd.DataFrame:
-    """diagram, x, y, arm, n, reference (its mean), difference, low, high: by the metric of the diagram, paired by seed."""
+    """diagram, x, y, arm, n, reference (its mean), difference, low, high, p: by the metric of the diagram, paired by seed."""
     rows = []
     for name, diagram in content["diagrams"].items():
+        reference = reference_of(content, diagram)
         part = results[(results["diagram"] == name) & (results["metric"] == diagram["metric"])]
         part = part.assign(value=parse_numbers(part["value"]))
         for y in map(str, diagram["y"]["values"]):
@@ -231,13 +244,13 @@ def differences(results: pd.DataFrame, content: Mapping[str, Any]) -> pd.DataFra
                 here = part[(part["x"] == x) & (part["y"] == y)]
                 wide = here.pivot(index="seed", columns="arm", values="value")
                 for arm in diagram["arms"]:
-                    if arm == content["reference"] or arm not in wide or content["reference"] not in wide:
+                    if arm == reference or arm not in wide or reference not in wide:
                         continue
-                    pairs = wide[[arm, content["reference"]]].dropna()
-                    test = t_test((pairs[arm] - pairs[content["reference"]]).to_numpy())
-                    base = float(pairs[content["reference"]].mean())
-                    rows.append((name, x, y, arm, len(pairs), base, test.mean, test.low, test.high))
-    columns = ["diagram", "x", "y", "arm", "n", "reference", "difference", "low", "high"]
+                    pairs = wide[[arm, reference]].dropna()
+                    test = t_test((pairs[arm] - pairs[reference]).to_numpy())
+                    base = float(pairs[reference].mean())
+                    rows.append((name, x, y, arm, len(pairs), base, test.mean, test.low, test.high, test.p))
+    columns = ["diagram", "x", "y", "arm", "n", "reference", "difference", "low", "high", "p"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -271,7 +284,9 @@ def draw_diagram(found: pd.DataFrame, content: Mapping[str, Any], name: str, ste
             ylabel=diagram["y"].get("words", diagram["y"]["dial"]),
         )
         axis.set_title(arm_title(arm), fontsize=9)
-    title = f"{diagram.get('title', name)}: difference to {arm_title(content['reference'])}, {diagram['metric']}"
+    title = (
+        f"{diagram.get('title', name)}: difference to {arm_title(reference_of(content, diagram))}, {diagram['metric']}"
+    )
     return save(figure, stem, title=f"{title} (95 % interval; frame: excludes 0)")
 
 
