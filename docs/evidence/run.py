@@ -5,7 +5,8 @@
 One run after the other, in the order of the plan; a run that was interrupted goes on where it was. The same command in a second
 process takes the runs that the first one has not begun. Tables (beside the plan):
 PLAN.csv (test metrics: cohort, arm, seed, metric, value), PLAN_gates.csv and, where the plan has `fields` and `repeats`,
-PLAN_homogeneity.csv and PLAN_bootstrap.csv. An arm with train.init=pretrained is pretrained first, as its cohort's `pretraining` says.
+PLAN_homogeneity.csv and PLAN_bootstrap.csv. An arm with train.init=pretrained is pretrained first, as its cohort's `pretraining` says;
+where the plan says `pretraining_alone`, every arm is, and nothing is trained on labels.
 """
 
 import argparse
@@ -121,15 +122,18 @@ def homogeneity(cell: Cell, data: Path, fields: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "fields", "correlation", "beta_lowest_fifth", "beta_highest_fifth"])
 
 
-def bootstrap(cells: list[Cell], repeats: int, known: pd.DataFrame) -> pd.DataFrame:
-    """Differences to NA over resampled patients, of all run folders that are here; rows of more seeds are kept."""
+def bootstrap(cells: list[Cell], repeats: int, known: pd.DataFrame, references: dict[str, str]) -> pd.DataFrame:
+    """Differences to a cohort's reference (else NA) over resampled patients, of all run folders that are here; rows of more seeds are kept."""
     done = {key_of(cell): cell for cell in cells if cell.run.finished}
     old = {(row.cohort, row.arm, row.metric): row for row in known.itertuples()} if len(known) else {}
-    for cohort, arm in dict.fromkeys((cell.cohort, cell.row) for cell in done.values() if cell.arm != "na"):
-        units = [unit for name, row, unit in done if (name, row) == (cohort, arm) and (cohort, "na", unit) in done]
+    for cohort, arm in dict.fromkeys((cell.cohort, cell.row) for cell in done.values()):
+        base = references.get(cohort, "na")
+        units = [unit for name, row, unit in done if (name, row) == (cohort, arm) and (cohort, base, unit) in done]
+        if arm == base:
+            continue
         if any(name == cohort and row == arm and one.seeds >= len(units) for (name, row, _), one in old.items()):
             continue
-        pairs = [(done[cohort, arm, u].predictions(), done[cohort, "na", u].predictions()) for u in units]
+        pairs = [(done[cohort, arm, u].predictions(), done[cohort, base, u].predictions()) for u in units]
         for metric, found in paired_bootstrap(pairs, metrics_of, repeats=repeats).items():
             values = (cohort, arm, metric, len(units), found.difference, found.low, found.high, found.repeats)
             columns = ["cohort", "arm", "metric", "seeds", "difference", "low", "high", "repeats"]
@@ -144,7 +148,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tables", type=Path)
     given = parser.parse_args()
+    given.data, given.out = given.data.absolute(), given.out.absolute()  # files of settings lie elsewhere
     content = yaml.safe_load(given.plan.read_text(encoding="utf-8"))
+    references = {stage["cohort"]: stage["reference"] for stage in content["stages"] if "reference" in stage}
     tables, name = given.tables or given.plan.parent, given.plan.stem
     results, gates, alike, patients = (
         Table(tables / f"{name}{part}.csv") for part in ("", "_gates", "_homogeneity", "_bootstrap")
@@ -156,25 +162,27 @@ def main() -> None:
                 continue
             print(cell, flush=True)
             which = {"arm": cell.arm, "seed": cell.seed, "fold": cell.fold}
-            found = {}
-            if cell.config.train.init:
+            found, run, alone = {}, cell.run, content.get("pretraining_alone", False)
+            if cell.config.train.init or alone:
                 base = config_of(content, cell.cohort, given.data, given.out)
-                run = gated_srp.pretrain(base, **which, **content["cohorts"][cell.cohort]["pretraining"])
-                found = {"pretraining_r2": run.metrics("val")["r2"]}
-            gated_srp.train(cell.config, **which)
+                before = gated_srp.pretrain(base, **which, **content["cohorts"][cell.cohort]["pretraining"])
+                found, run = {"pretraining_r2": before.metrics("val")["r2"]}, before if alone else run
+            if not alone:
+                gated_srp.train(cell.config, **which)
+                found = cell.metrics() | found
             gated, fields = find_arm(cell.arm).gated, content.get("fields")
             seen = labelled(cell, homogeneity(cell, given.data, fields)) if gated and fields else None
             with only_one(given.out / "locks" / "tables", wait=True):
                 if gated:
-                    gates.add(labelled(cell, cell.run.gates))
+                    gates.add(labelled(cell, run.gates))
                 if seen is not None:
                     alike.add(seen)
                 patients.read()
                 if "repeats" in content:
-                    patients.frame = bootstrap(cells, content["repeats"], patients.frame)
+                    patients.frame = bootstrap(cells, content["repeats"], patients.frame, references)
                 if len(patients.frame):
                     patients.write()
-                rows = pd.DataFrame((cell.metrics() | found).items(), columns=["metric", "value"])
+                rows = pd.DataFrame(found.items(), columns=["metric", "value"])
                 results.add(labelled(cell, rows))  # last: it says that the run is done
 
 
