@@ -1,6 +1,8 @@
 """The page of evidence says what its committed tables say, and reads a stage only when it is complete."""
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,34 +16,41 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 @pytest.fixture(scope="module")
 def page():
+    sys.path.insert(0, str(DOCS / "evidence"))  # as `python docs/evidence/page.py` does
     spec = importlib.util.spec_from_file_location("evidence_page", DOCS / "evidence" / "page.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path.remove(str(DOCS / "evidence"))
+
+
+@pytest.fixture(scope="module")
+def generated(page):
+    return importlib.import_module("generated")
 
 
 def test_every_number_and_statement_of_the_page_is_recomputed_from_the_tables(page):
     assert (DOCS / "evidence.md").read_text(encoding="utf-8") == page.render(), "python docs/evidence/page.py writes it"
 
 
-def test_readme_and_check_say_what_the_tables_say(page):
+def test_readme_and_check_say_what_the_tables_say(page, generated):
     from gated_srp.config.reach import EVIDENCE
 
     plan = yaml.safe_load((DOCS / "evidence" / "breakhis.yaml").read_text())
     results = pd.read_csv(DOCS / "evidence" / "breakhis.csv", dtype={"seed": str})
-    assert page.advice(plan, results) == EVIDENCE
+    assert page.advice(plan, results, pd.read_csv(DOCS / "evidence" / "breakhis_gates.csv")) == EVIDENCE
     readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
     assert page._primary(plan, results).replace("On real tissue", "on real tissue") in readme
     simulation = page.read_plan(DOCS / "evidence" / "simulation.yaml")
     results = page.read_table(DOCS / "evidence" / "simulation.csv")
-    found = page.differences(results, simulation)
-    found = found[found["diagram"].isin(page.complete_diagrams(simulation, results))]
+    found = generated.differences(results, simulation)
+    found = found[found["diagram"].isin(generated.complete_diagrams(simulation, results))]
     marked = int(((found["low"] > 0) | (found["high"] < 0)).sum())
     shown = "no interval excludes zero" if not marked else f"{marked} intervals exclude zero"
     assert f"In {len(found)} contrasts on generated cohorts {shown}" in readme
 
 
-@pytest.mark.parametrize("name", ["breakhis", "pretraining"])
+@pytest.mark.parametrize("name", ["breakhis", "breakhis_place", "pretraining", "pretraining_controls"])
 def test_the_tables_hold_runs_of_the_plan_alone_and_each_once(name):
     plan = yaml.safe_load((DOCS / "evidence" / f"{name}.yaml").read_text())
     planned = {(stage["cohort"], arm) for stage in plan["stages"] for arm in stage["arms"]}
@@ -62,6 +71,9 @@ def test_a_stage_is_read_when_all_its_runs_are_finished_and_not_before(page):
     table = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])
     whole = "\n".join(page.stage_lines(plan, table))
     assert "first: toy, auc, 4 of 4 runs" in whole and "| x | 0.8000 | 0.7000 | +0.1000" in whole
+    other = {**plan, "stages": [plan["stages"][0] | {"reference": "x"}]}
+    assert "| arm | mean | x | difference" in (said := "\n".join(page.stage_lines(other, table)))
+    assert "| NA | 0.7000 | 0.8000 | -0.1000" in said and "not distinguishable from x" in said
     partly = "\n".join(page.stage_lines(plan, table[:3]))
     assert "3 of 4 runs" in partly and "not read" in partly and "0.8000" not in partly
     assert page._primary(plan, table[:3]).endswith("3 of 4 runs of the primary contrast are finished.")
@@ -130,12 +142,109 @@ def test_stages_that_repeat_the_contrast_are_summed_up_when_they_are_complete(pa
         for arm in arms
     ]
     table = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])
-    assert (
-        page.secondary(plan, table)
-        == "Repeated otherwise, as hints: q (auc: Gated SRP +0.0500; 0 of 1 distinguishable from NA, "
-        "0 shown to be no worse by more than 0.01)."
-    )
+    words = "not distinguishable from NA, not shown to be no worse by more than 0.01"
+    assert page.secondary(plan, table) == f"Repeated otherwise, as hints:\n  - q (auc): Gated SRP +0.0500, {words}"
     assert page.secondary(plan, table[:-1]) == "No stage that repeats it otherwise is complete."
+
+
+def test_other_arms_are_counted_in_complete_stages_alone_and_weak_subtypes_are_said(page):
+    cohort = {"primary": "auc", "settings": {}}
+    plan = {
+        "margin": 0.01,
+        "cohorts": {"a": cohort, "b": cohort, "c": cohort},
+        "stages": [
+            {"name": n, "cohort": c, "seeds": [1, 2, 3], "arms": ["na", *arms]}
+            for n, c, arms in (("p", "a", ["gated_srp"]), ("subtypes", "b", ["xsa", "diff"]), ("open", "c", ["xsa"]))
+        ],
+    }
+    gain = {"na": (0, 0, 0), "gated_srp": (0, 0, 0), "xsa": (0.1, 0.11, 0.1), "diff": (0.1, -0.1, 0)}
+    rows = [
+        (stage["cohort"], arm, str(seed), "auc", 0.25 + gain[arm][seed - 1])
+        for stage in plan["stages"]
+        for arm in stage["arms"]
+        for seed in stage["seeds"]
+    ]
+    table = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])[:-1]
+    assert (
+        page.others(plan, table)
+        == "Other attentions and controls, as hints (subtypes; XSA, Diff): 1 of 2 contrasts are distinguishable from NA: XSA (b, +0.1033)."
+    )
+    assert page.others(plan, table[:6]) == "No stage of the other arms is complete."
+    assert page.few(plan, table).startswith("On subtypes NA itself has a macro F1 of 0.25 (subtypes): of eight classes")
+
+
+def test_an_interval_over_patients_is_shown_for_all_runs_of_a_contrast_or_not_at_all(page):
+    row = next(pd.DataFrame({"low": [-0.1], "high": [0.2], "seeds": [2], "repeats": [543]}).itertuples())
+    assert page._over_patients(row, 2) == "-0.1000 to +0.2000 (543 draws)"
+    assert (
+        page._over_patients(row, 5) == "not computed for all 5 runs" and page._over_patients(None, 5) == "not computed"
+    )
+
+
+def test_the_question_asked_again_is_read_when_complete_and_holm_counts_its_claims(generated):
+    plan = yaml.safe_load((DOCS / "evidence" / "confirmation.yaml").read_text())
+    plan["seeds"] = seeds = [1, 2, 3]
+    gain = {("fixed_beta_1", "0"): (0.10, 0.13, 0.12), ("fixed_beta_1", "2"): (-0.01, -0.02, 0.0)}
+    rows = [
+        (
+            "removal",
+            x,
+            y,
+            arm,
+            str(seed),
+            "macro_auc",
+            0.7 + gain.get((arm, y), (0.01, -0.01, 0.0))[seed - 1] * (arm != "na"),
+        )
+        for x in ("1.5", "4")
+        for y in ("0", "2")
+        for arm in plan["diagrams"]["removal"]["arms"]
+        for seed in seeds
+    ]
+    rows += [
+        ("removal", "1.5", "0", "gated_srp@train.gate_lr=10", str(seed), "mean_beta", 0.1 * seed) for seed in seeds
+    ]
+    table = pd.DataFrame(rows, columns=[*generated.KEY, "metric", "value"])
+    first, second = (stats.ttest_1samp(gain["fixed_beta_1", y], 0).pvalue for y in "02")
+    said = generated.confirmed(plan, table)
+    assert (
+        "3 new generated cohorts per point: better than NA where foci are single patches (+0.117, 95 % interval" in said
+    )
+    assert f"p {2 * first:.2g} after Holm); not distinguishable from NA where foci are wider" in said
+    assert said.endswith(f"p {max(2 * first, second):.2g} after Holm).")
+    lines = "\n".join(generated.confirmation_lines(plan, table, None))
+    assert (
+        said in lines
+        and "Gated SRP, gate_lr 10 (mean, least and greatest cohort): +0.20 (+0.10 to +0.30) at 1.5, 0." in lines
+    )
+    partly = table.drop(index=0)
+    assert "35 of 36 runs" in "\n".join(generated.confirmation_lines(plan, partly, None))
+    assert "+0.117" not in "\n".join(generated.confirmation_lines(plan, partly, None)) + generated.confirmed(
+        plan, partly
+    )
+
+
+def test_claims_on_where_to_remove_are_paired_by_cohort_and_holm_counts_them_all(generated):
+    plan = yaml.safe_load((DOCS / "evidence" / "place.yaml").read_text())
+    plan["diagrams"] = {name: plan["diagrams"][name] | {"seeds": [1, 2, 3]} for name in ("place", "wide")}
+    gain = {"features_beta_1": (0.3, 0.32, 0.35), "features_gated_srp_from_1": (0.01, -0.02, 0.0)}
+    rows = [
+        (*point.key(arm), "macro_auc", 0.6 + gain.get(arm, (0.0, 0.0, 0.0))[point.seed - 1])
+        for point in generated.points_of(plan)
+        for arm in point.arms
+    ]
+    rows.append(("place", "1.5", "1.5", "features_gated_srp_from_1", "2", "mean_beta", 0.9))
+    table = pd.DataFrame(rows, columns=[*generated.KEY, "metric", "value"])
+    first, second, third, fourth, last = generated.claims_of(plan, table)
+    expected = stats.ttest_1samp(gain["features_beta_1"], 0).pvalue
+    assert first.p == third.p == last.p == pytest.approx(5 * expected)  # the least of five, three of them equal
+    assert (first.verdict, second.verdict, fourth.verdict) == ("better", "not distinguishable", "not distinguishable")
+    assert (first.means, last.at) == (pytest.approx((0.6 + 0.97 / 3, 0.6)), "smooth 0.5, radius 2")
+    lines = "\n".join(generated.place_lines(plan, table, None))
+    shown = f"| smooth 1.5, strength 1.5 | 0.923, 0.600 | +0.323 (+0.261 to +0.386) | {5 * expected:.2g} | **better** |"
+    assert f"| features_beta_1 | fixed_beta_1 {shown}" in lines and "- features_gated_srp_from_1: +0.90 (+0.90" in lines
+    partly = "\n".join(generated.place_lines(plan, table.drop(index=0), None))
+    assert "107 of 108 runs" in partly and "Not complete" in partly and "**better**" not in partly
+    assert "macro_auc, 72 of 72 runs" in partly and "0.923" not in partly.split("### wide")[0]  # the other one is read
 
 
 def test_a_correlation_of_gates_that_differ_by_nothing_is_not_told_as_dependence(page):
@@ -174,9 +283,9 @@ def test_every_cohort_with_gates_shows_how_they_moved(page):
     assert all(f"](evidence/gates_{cohort}.svg)" in shown for cohort in gates["cohort"].unique())
 
 
-def test_a_reference_close_to_chance_is_said(page):
+def test_a_reference_close_to_chance_is_said(generated):
     points = pd.DataFrame({"x": [1, 1, 2], "y": [1, 1, 1], "reference": [0.54, 0.54, 0.7]})
-    assert " At 1 of 2 points NA itself is below 0.55" in page._weak(points) and page._weak(points[2:]) == ""
+    assert " At 1 of 2 points NA itself is below 0.55" in generated._weak(points) and generated._weak(points[2:]) == ""
 
 
 def test_contrasts_of_pretraining_are_read_when_a_stage_is_complete_and_holm_counts_the_first_two(page):
@@ -202,6 +311,39 @@ def test_contrasts_of_pretraining_are_read_when_a_stage_is_complete_and_holm_cou
     assert second < first and 2 * second < first  # Holm: the smaller one counts twice
     lines = "\n".join(page.pretraining_lines(plan, table))
     assert f"| {first:.3f} | not distinguishable" in lines and f"| {2 * second:.3f} | not distinguishable" in lines
+
+
+def test_controls_of_pretraining_are_paired_with_the_runs_of_before_and_read_together(page):
+    plan = yaml.safe_load((DOCS / "evidence" / "pretraining_controls.yaml").read_text())
+    columns, seeds = ["cohort", "arm", "seed", "metric", "value"], [str(seed) for seed in plan["stages"][0]["seeds"]]
+    wobble = dict(zip(seeds, (0.01, -0.01, 0.02, 0.0, -0.02), strict=True))
+    explained = {"na": 0.1, "gated_srp": 0.3, "axis_shuffled": 0.2}
+    known = [
+        (cohort, f"{arm}@train.init=pretrained", seed, "pretraining_r2", explained[arm])
+        for cohort in plan["cohorts"]
+        for arm in ("na", "gated_srp")
+        for seed in seeds
+    ]
+    rows = [
+        (stage["cohort"], arm, seed, "pretraining_r2", explained.get(arm, 0.3) + wobble[seed])
+        for stage in plan["stages"]
+        for arm in stage["arms"]
+        for seed in seeds
+    ]
+    before, table = pd.DataFrame(known, columns=columns), pd.DataFrame(rows, columns=columns)
+    lines = "\n".join(page.control_lines(plan, table, before))
+    assert "controls-breakhis 5 of 5 runs; controls-demo 25 of 25 runs; controls-lattice 10 of 10 runs." in lines
+    change = 0.1 - np.array(list(wobble.values()))
+    p = 2 * stats.t.sf(change.mean() / (change.std(ddof=1) * np.sqrt(1 / 5 + 0.2 / 0.7)), 4)
+    claim = f"| **better** (claim, p {2 * p:.2g} after Holm) |"  # both cohorts have the same p: twice the smaller one
+    assert lines.count("| Gated SRP | axis_shuffled | 0.300, 0.200 | +0.1000 (") == lines.count(claim) == 2
+    assert (
+        "| demo | Gated SRP | axis_random | 0.300, 0.300 | +0.0000 (" in lines
+        and "| not distinguishable (hint) |" in lines
+    )
+    assert lines.count("| axis_shuffled | NA | 0.200, 0.100 | +0.1000 (") == 2
+    partly = "\n".join(page.control_lines(plan, table[1:], before))
+    assert "4 of 5 runs" in partly and "not read" in partly and "0.300" not in partly
 
 
 def test_the_driver_pretrains_before_it_trains_from_it(tmp_path, monkeypatch):
@@ -231,3 +373,10 @@ def test_the_driver_pretrains_before_it_trains_from_it(tmp_path, monkeypatch):
     assert called == [(None, which), ("pretrain", {**which, **masks}), ("pretrained", which)]
     found = run.Table(tmp_path / "plan.csv").frame
     assert found[found["metric"] == "pretraining_r2"]["arm"].tolist() == ["na@train.init=pretrained"]
+    plan["pretraining_alone"], plan["stages"][0]["arms"] = True, ["na"]
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(plan))
+    called.clear()
+    monkeypatch.setattr("sys.argv", [given[0], str(tmp_path / "alone.yaml"), *given[2:]])
+    run.main()
+    assert called == [("pretrain", {**which, **masks})]
+    assert run.Table(tmp_path / "alone.csv").frame.to_numpy().tolist() == [["demo", "na", "7", "pretraining_r2", 0.25]]

@@ -6,20 +6,21 @@ Every number and every statement on that page is computed here; a test holds the
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import yaml
+from generated import confirmation_lines, confirmed, generated, place_lines, sign, simulated_gates, simulation_lines
 from matplotlib.figure import Figure
 
-from gated_srp.config.reach import OUTSIDE, Reach
-from gated_srp.models import METHOD, arm_title
+from gated_srp.config.reach import FURTHEST, OUTSIDE, Reach
+from gated_srp.models import METHOD, arm_settings, arm_title, find_arm
 from gated_srp.reports.figures import COLOURS, panels, save, tidy
-from gated_srp.simulation import KEY, differences, draw_diagram, points_of, read_plan, read_table
+from gated_srp.simulation import read_plan, read_table
 from gated_srp.study.results import Difference, compare_results
 from gated_srp.study.statistics import holm, paired
 
 HERE = Path(__file__).parent
-CHANCE = 0.55  # of an AUC or a C-index, from which on a reference predicts something
 STEPS, LR = 400, 2e-4  # of the plan on real tissue, about: 600 to 650 fields train, 16 per step, 10 epochs
 
 
@@ -34,13 +35,15 @@ def stage_lines(
         if len(done) < planned:
             yield "Not complete, and therefore not read.\n"
             continue
-        found = compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
-        yield from _stage_table(found, pd.DataFrame() if patients is None else patients)
+        base = stage.get("reference", "na")
+        found = compare_results(done.dropna(), base, margin=plan["margin"]).cohorts
+        yield from _stage_table(found, pd.DataFrame() if patients is None else patients, arm_title(base))
         stem = HERE / f"stage_{stage['name']}"
         if folder is not None:
-            _draw_stage(found, stem, title=f"{stage['cohort']}, {cohort['primary']}", margin=plan["margin"])
+            title = f"{stage['cohort']}, {cohort['primary']}"
+            _draw_stage(found, stem, title=title, margin=plan["margin"], base=arm_title(base))
         if stem.with_suffix(".svg").is_file():
-            yield f"![Differences to NA, stage {stage['name']}](evidence/{stem.name}.svg)\n"
+            yield f"![Differences to {arm_title(base)}, stage {stage['name']}](evidence/{stem.name}.svg)\n"
 
 
 def _finished(plan: dict, stage: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, int]:
@@ -57,24 +60,53 @@ def _finished(plan: dict, stage: dict, results: pd.DataFrame) -> tuple[pd.DataFr
 
 
 def secondary(plan: dict, results: pd.DataFrame) -> str:
-    """In one sentence the stages, complete by now, that repeat the primary contrast otherwise; hints, as the plan says."""
-    said = []
-    for stage in plan["stages"][1:]:
-        done, planned = _finished(plan, stage, results)
-        if stage["arms"] == plan["stages"][0]["arms"] and len(done) == planned:
-            found = compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
-            arms = ", ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}" for one in found)
-            claimed, equal = (
-                sum(one.claimed for one in found),
-                sum(one.no_worse.startswith("no worse") for one in found),
-            )
-            shown = f"{claimed} of {len(found)} distinguishable from NA, {equal} shown to be no worse by more than {plan['margin']:g}"
-            said.append(f"{stage['name']} ({plan['cohorts'][stage['cohort']]['primary']}: {arms}; {shown})")
+    """Line by line the stages, complete by now, that repeat the primary contrast otherwise; hints, as the plan says."""
+    said = [
+        f"  - {stage['name']} ({found[0].metric}): "
+        + "; ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}, {_verdict(one)}" for one in found)
+        for stage, found in _read(plan, results)
+        if stage["arms"] == plan["stages"][0]["arms"]
+    ]
     return (
-        f"Repeated otherwise, as hints: {'; '.join(said)}."
+        "\n".join(["Repeated otherwise, as hints:", *said])
         if said
         else "No stage that repeats it otherwise is complete."
     )
+
+
+def others(plan: dict, results: pd.DataFrame) -> str:
+    """How many contrasts of the other arms are distinguishable, over the stages that are complete by now."""
+    stages = [
+        (stage["name"], found) for stage, found in _read(plan, results) if stage["arms"] != plan["stages"][0]["arms"]
+    ]
+    if not stages:
+        return "No stage of the other arms is complete."
+    found = [one for _, part in stages for one in part]
+    claimed = [f"{arm_title(one.arm)} ({one.cohort}, {one.test.mean:+.4f})" for one in found if one.claimed]
+    words = f"{len(claimed)} of {len(found)} contrasts are distinguishable from NA{': ' * bool(claimed)}{', '.join(claimed)}"
+    names = ", ".join(dict.fromkeys(arm_title(one.arm) for one in found))
+    return f"Other attentions and controls, as hints ({', '.join(name for name, _ in stages)}; {names}): {words}."
+
+
+def _read(plan: dict, results: pd.DataFrame) -> Iterator[tuple[dict, Sequence[Difference]]]:
+    """The complete stages after the first, with their differences."""
+    for stage in plan["stages"][1:]:
+        done, planned = _finished(plan, stage, results)
+        if len(done) == planned:
+            yield stage, compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
+
+
+def few(plan: dict, results: pd.DataFrame) -> str:
+    """What NA itself reaches on subtypes: where it tells few classes, a missing difference says little."""
+    stages = [(one, *_finished(plan, one, results)) for one in plan["stages"] if "subtypes" in one["name"]]
+    means = [
+        f"{done[done['arm'] == 'na']['value'].mean():.2f} ({one['name']})"
+        for one, done, all_ in stages
+        if len(done) == all_
+    ]
+    said = ", ".join(dict.fromkeys(means))
+    why = "of eight classes, three with too few patients, it tells few, so that a missing difference says little there"
+    return f"On subtypes NA itself has a macro F1 of {said}: {why}."
 
 
 def pretraining_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
@@ -97,10 +129,53 @@ def pretraining_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
             words += f", no worse by more than {plan['margin']:g}" if test.low > -plan["margin"] else ""
             names = " | ".join(map(_with_start, (one, other)))
             yield f"| {names} | {wide[one].mean():.4f}, {wide[other].mean():.4f} | {interval} | {p:.3f} | {words} |"
-        here = results[(results["cohort"] == stage["cohort"]) & (results["metric"] == "pretraining_r2")]
-        shown = here.groupby("arm", sort=False)["value"].agg(["min", "max"])
-        spans = ", ".join(f"{_with_start(arm)} {row['min']:.3f} to {row['max']:.3f}" for arm, row in shown.iterrows())
-        yield f"\nR2 of masked patches on validation, over seeds: {spans}.\n"
+        explained = _explained(results, stage["cohort"])
+        spans = ", ".join(f"{_with_start(arm)} {one.min():.3f} to {one.max():.3f}" for arm, one in explained.items())
+        yield f"\nR2 of masked patches on validation, over seeds: {spans}.{_more_explained(plan, explained)}\n"
+
+
+def _explained(results: pd.DataFrame, cohort: str) -> pd.DataFrame:
+    """R2 of masked patches on validation: a row per seed, a column per arm, in the order of the table."""
+    here = results[(results["cohort"] == cohort) & (results["metric"] == "pretraining_r2")]
+    return here.pivot(index="seed", columns="arm", values="value")[list(here["arm"].unique())]
+
+
+def _more_explained(plan: dict, explained: pd.DataFrame) -> str:
+    """The last contrast of the plan, by R2; a hint."""
+    first, second = plan["contrasts"][-1]
+    if not {first, second} <= set(explained):
+        return ""
+    test = paired(explained[first] - explained[second]).corrected
+    said = f" As a hint, {_with_start(first)} minus {_with_start(second)}: {test.mean:+.4f} (95 % interval {test.low:+.4f} to {test.high:+.4f})"
+    return f"{said}, {'which excludes zero' if test.excludes_zero else 'not distinguishable'}."
+
+
+def control_lines(plan: dict, results: pd.DataFrame, before: pd.DataFrame) -> Iterator[str]:
+    """Whether any gate would predict masked patches as well: controls beside the pretrainings of before, once all are finished."""
+    counts = [(stage["name"], *_finished(plan, stage, results)) for stage in plan["stages"]]
+    yield f"{'; '.join(f'{name} {len(done)} of {planned} runs' for name, done, planned in counts)}.\n"
+    if any(len(done) < planned for _, done, planned in counts):
+        yield "Not complete, and therefore not read.\n"
+        return
+    tests = {}
+    for stage in plan["stages"]:
+        known = _explained(before, stage["cohort"]).rename(columns=lambda arm: arm.partition("@")[0])
+        wide = known.join(_explained(results, stage["cohort"]))
+        pairs = [(METHOD, arm) for arm in (*stage["arms"], "na")] + [(arm, "na") for arm in stage["arms"]]
+        for one, other in pairs:
+            tests[stage["cohort"], one, other] = wide[[one, other]].mean(), paired(wide[one] - wide[other]).corrected
+    claims = [key for key in tests if key[1:] == (METHOD, "axis_shuffled")]
+    adjusted = dict(zip(claims, holm([tests[key][1].p for key in claims]), strict=True))
+    yield "| cohort | first | second | mean R2 | difference (95 % interval) | what it shows |\n|---|---|---|---|---|---|"
+    for key, (means, test) in tests.items():
+        p = adjusted.get(key, math.nan)
+        decided = test.excludes_zero and (key not in adjusted or p < 0.05)
+        words = ("better" if test.mean > 0 else "worse") if decided else "not distinguishable"
+        words = f"**{words}** (claim, p {p:.2g} after Holm)" if key in adjusted else f"{words} (hint)"
+        names = " | ".join(arm_title(arm) for arm in key[1:])
+        interval = f"{test.mean:+.4f} ({test.low:+.4f} to {test.high:+.4f})"
+        yield f"| {key[0]} | {names} | {means.iloc[0]:.3f}, {means.iloc[1]:.3f} | {interval} | {words} |"
+    yield ""
 
 
 def _with_start(arm: str) -> str:
@@ -108,20 +183,27 @@ def _with_start(arm: str) -> str:
     return f"{arm_title(name)}, {start}" if start else arm_title(name)
 
 
-def _stage_table(found: Sequence[Difference], patients: pd.DataFrame) -> Iterator[str]:
+def _stage_table(found: Sequence[Difference], patients: pd.DataFrame, base: str) -> Iterator[str]:
     beside = {(row.cohort, row.arm, row.metric): row for row in patients.itertuples()}
-    yield "| arm | mean | NA | difference (95 % interval) | over resampled patients | what it shows |\n|---|---|---|---|---|---|"
+    yield f"| arm | mean | {base} | difference (95 % interval) | equal pairs | over resampled patients | what it shows |\n|---|---|---|---|---|---|---|"
     for one in found:
         interval = f"{one.test.mean:+.4f} ({one.test.low:+.4f} to {one.test.high:+.4f})"
-        words = _shown(one).partition(" is ")[2].partition(" (")[0]
-        row = beside.get((one.cohort, one.arm, one.metric))
-        drawn = f"{row.low:+.4f} to {row.high:+.4f}, {row.seeds} runs" if row else ""
-        yield f"| {arm_title(one.arm)} | {one.means[0]:.4f} | {one.means[1]:.4f} | {interval} | {drawn} | {words} |"
+        drawn = _over_patients(beside.get((one.cohort, one.arm, one.metric)), one.statistics.n)
+        equal = f"{one.statistics.ties} of {one.statistics.n}"
+        means = f"{one.means[0]:.4f} | {one.means[1]:.4f}"
+        yield f"| {arm_title(one.arm)} | {means} | {interval} | {equal} | {drawn} | {_verdict(one, base)} |"
     yield ""
 
 
-def _draw_stage(found: Sequence[Difference], stem: Path, *, title: str, margin: float) -> None:
-    """Differences to NA with their intervals; the dotted line is the margin below which an arm is called no worse."""
+def _over_patients(row: Any, runs: int) -> str:
+    """The interval over resampled patients, of all runs of a contrast or of none: one of fewer would not belong to the mean beside it."""
+    if row is None or row.seeds != runs:
+        return "not computed" if row is None else f"not computed for all {runs} runs"
+    return f"{row.low:+.4f} to {row.high:+.4f} ({row.repeats} draws)"
+
+
+def _draw_stage(found: Sequence[Difference], stem: Path, *, title: str, margin: float, base: str) -> None:
+    """Differences to the reference with their intervals; the dotted line is the margin below which an arm is called no worse."""
     figure, (axis,) = panels(1, width=6.5, height=0.3 * len(found) + 0.9)
     for place, one in enumerate(reversed(found)):
         axis.errorbar(
@@ -136,8 +218,8 @@ def _draw_stage(found: Sequence[Difference], stem: Path, *, title: str, margin: 
     axis.axvline(-margin, color="#888888", linewidth=0.8, linestyle=":")
     axis.set_yticks(range(len(found)), [arm_title(one.arm) for one in reversed(found)])
     axis.set_ylim(-0.6, len(found) - 0.4)
-    tidy(axis, x="arm minus NA (95 % interval)", y="")
-    _save(figure, stem, f"{title}: difference to NA")
+    tidy(axis, x=f"arm minus {base} (95 % interval)", y="")
+    _save(figure, stem, f"{title}: difference to {base}")
 
 
 def _save(figure: Figure, stem: Path, title: str) -> None:
@@ -185,13 +267,16 @@ def gate_lines(gates: pd.DataFrame, alike: pd.DataFrame) -> Iterator[str]:
     last = gates[gates["epoch"] == gates.groupby(["cohort", "arm"])["epoch"].transform("max")]
     for (cohort, arm), part in last.groupby(["cohort", "arm"], sort=False):
         factor = float(arm.partition("gate_lr=")[2] or 1)
-        reach = Reach(STEPS, LR, factor, 1.0, 64).beta
+        reach = Reach(STEPS, LR, factor, 1.0, 64)
         means = ", ".join(f"{value:+.2f}" for value in part.groupby("layer")["mean"].mean())
         rows = alike[(alike["cohort"] == cohort) & (alike["arm"] == arm)]
         follow = ", ".join(f"{value:+.2f}" for value in rows.groupby("layer")["correlation"].mean())
         apart = ", ".join(f"{value:+.3f}" for value in _apart(rows).groupby(rows["layer"]).mean())
         left = 100 * (1 - part["share_identity"].mean())
-        yield f"| {cohort} | {arm_title(arm)} | {part['seed'].nunique()} | ±{reach:.2f} | {means} | {left:.0f} % | {follow} | {apart} |"
+        shut = find_arm(arm_settings(arm)[0]).moved_by_biases  # else it does not start at 0
+        could = f"±{reach.beta:.2f}, ±{reach.furthest:.2f}" if shut else ""
+        runs = part["seed"].nunique()
+        yield f"| {cohort} | {arm_title(arm)} | {runs} | {could} | {means} | {left:.0f} % | {follow} | {apart} |"
     yield ""
 
 
@@ -200,75 +285,34 @@ def _apart(alike: pd.DataFrame) -> pd.Series:
     return alike["beta_highest_fifth"] - alike["beta_lowest_fifth"]
 
 
-def simulation_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> Iterator[str]:
-    """Per diagram: how much is finished, and the differences of the points that have all their seeds."""
-    done = set(results[KEY].itertuples(index=False, name=None))
-    found = differences(results, plan)
-    for name, diagram in plan["diagrams"].items():
-        points = [point for point in points_of(plan) if point.diagram == name]
-        runs = sum(point.key(arm) in done for point in points for arm in point.arms)
-        planned = sum(len(point.arms) for point in points)
-        yield f"### {name}: {diagram['title']}, {diagram['metric']}, {runs} of {planned} runs\n"
-        here = found[(found["diagram"] == name) & (found["n"] == len(diagram.get("seeds", plan["seeds"])))]
-        if not len(here):
-            yield "No point has all its seeds yet, so nothing is read.\n"
-            continue
-        yield f"| {diagram['x']['dial']} | {diagram['y']['dial']} | arm | NA | difference (95 % interval) | |\n|---|---|---|---|---|---|"
-        for row in here.itertuples():
-            mark = "excludes zero" if row.low > 0 or row.high < 0 else ""
-            interval = f"{row.difference:+.3f} ({row.low:+.3f} to {row.high:+.3f})"
-            yield f"| {row.x} | {row.y} | {arm_title(row.arm)} | {row.reference:.3f} | {interval} | {mark} |"
-        marked = int(((here["low"] > 0) | (here["high"] < 0)).sum())
-        yield f"\n{marked} of {len(here)} intervals exclude zero; {len(here) / 20:.1f} would by chance.{_weak(here)}\n"
-        if runs == planned and folder is not None:
-            draw_diagram(here, plan, name, folder / f"diagram_{name}")[-1].unlink()  # pages show the SVG
-        if (HERE / f"diagram_{name}.svg").is_file():
-            yield f"![{diagram['title']}](evidence/diagram_{name}.svg)\n"
-
-
-def _weak(here: pd.DataFrame) -> str:
-    """Where the reference itself hardly predicts, a missing difference says nothing."""
-    points = here.drop_duplicates(["x", "y"])
-    weak = int((points["reference"] < CHANCE).sum())
-    said = f" At {weak} of {len(points)} points NA itself is below {CHANCE}, hardly better than chance: nothing could be seen there."
-    return said if weak else ""
-
-
-def simulated_gates(results: pd.DataFrame) -> Iterator[str]:
-    """How far gates went in generated cohorts, all finished runs together."""
-    yield "| arm | runs | least, median, greatest mean beta | coefficients outside the identity |\n|---|---|---|---|"
-    beta = results[results["metric"] == "mean_beta"].assign(value=lambda one: pd.to_numeric(one["value"]))
-    moved = results[results["metric"] == "share_moved"].assign(value=lambda one: pd.to_numeric(one["value"]))
-    for arm, part in beta.groupby("arm", sort=False):
-        share = 100 * moved[moved["arm"] == arm]["value"].mean()
-        low, middle, high = part["value"].quantile([0, 0.5, 1])
-        yield f"| {arm_title(arm)} | {len(part)} | {low:+.2f}, {middle:+.2f}, {high:+.2f} | {share:.0f} % |"
-    yield ""
-
-
 def render(tables: Path = HERE, draw: Path | None = None) -> str:
     plans = [yaml.safe_load((HERE / "breakhis.yaml").read_text(encoding="utf-8")), read_plan(HERE / "simulation.yaml")]
     names = ("", "_gates", "_homogeneity", "_bootstrap")
     real, gates, alike, patients = (pd.read_csv(tables / f"breakhis{name}.csv", dtype={"seed": str}) for name in names)
     simulated = read_table(tables / "simulation.csv")
     third = yaml.safe_load((HERE / "pretraining.yaml").read_text(encoding="utf-8"))
-    rows = tables / "pretraining.csv"
-    columns = ["cohort", "arm", "seed", "metric", "value"]
-    pretrained = pd.read_csv(rows, dtype={"seed": str}) if rows.is_file() else pd.DataFrame(columns=columns)
-    needed = math.ceil(2 * (math.atanh(OUTSIDE) / (2 * LR) - 1))
+    pretrained = _rows(tables / "pretraining.csv")
+    controls = yaml.safe_load((HERE / "pretraining_controls.yaml").read_text(encoding="utf-8"))
+    again = read_plan(HERE / "confirmation.yaml"), read_table(tables / "confirmation.csv")
+    placed = read_plan(HERE / "place.yaml"), read_table(tables / "place.csv")
+    tissue = yaml.safe_load((HERE / "breakhis_place.yaml").read_text(encoding="utf-8"))
+    moved = [_rows(tables / f"breakhis_place{name}.csv") for name in names]
+    typical, sure = (math.ceil(2 * (math.atanh(OUTSIDE) / (2 * times * LR) - 1)) for times in (1, FURTHEST))
     small = Reach(135, LR, 1.0, 1.0, 64)
     parts = (
         (HERE / "page.txt")
         .read_text(encoding="utf-8")
         .format(
-            needed=f"{needed:,}",
+            typical=f"{typical:,}",
+            sure=f"{sure:,}",
             small=f"{small.beta:.2f}",
-            small_limit=f"{small.limit:.2f}",
+            small_furthest=f"{small.furthest:.2f}",
             factor=small.factor,
             steps=STEPS,
             reach=f"{Reach(STEPS, LR, 1.0, 1.0, 64).beta:.2f}",
             reach10=f"{Reach(STEPS, LR, 10.0, 1.0, 64).beta:.2f}",
             pretraining="\n".join(pretraining_lines(third, pretrained)),
+            controls="\n".join(control_lines(controls, _rows(tables / "pretraining_controls.csv"), pretrained)),
             stages="\n".join(stage_lines(plans[0], real, patients, draw)),
             gates="\n".join(gate_lines(gates, alike)),
             trajectories="\n".join(trajectory_lines(gates, draw)),
@@ -276,50 +320,19 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             simulated_gates="\n".join(simulated_gates(simulated)),
             primary=_primary(plans[0], real),
             secondary=secondary(plans[0], real),
-            generated=_generated(plans[1], simulated),
-            sign=_sign(simulated),
+            others=others(plans[0], real),
+            few=few(plans[0], real),
+            generated=generated(plans[1], simulated),
+            confirmed=confirmed(*again),
+            confirmation="\n".join(confirmation_lines(*again, draw)),
+            place="\n".join(place_lines(*placed, draw)),
+            tissue="\n".join(stage_lines(tissue, moved[0], moved[3], draw)),
+            tissue_gates="\n".join(gate_lines(moved[1], moved[2])) if len(moved[1]) else "",
+            sign=sign(simulated),
             follows=_follows(alike),
         )
     )
     return parts
-
-
-def complete_diagrams(plan: dict, results: pd.DataFrame) -> list[str]:
-    """Those of which every run is finished."""
-    done = set(results[KEY].itertuples(index=False, name=None))
-    return [
-        name
-        for name in plan["diagrams"]
-        if all(point.key(arm) in done for point in points_of(plan) if point.diagram == name for arm in point.arms)
-    ]
-
-
-def _generated(plan: dict, results: pd.DataFrame) -> str:
-    """What the complete diagrams show of Gated SRP with slow and fast gates, all points together."""
-    complete = complete_diagrams(plan, results)
-    found = differences(results, plan)
-    found = found[found["diagram"].isin(complete)]
-    if not len(found):
-        return "On generated cohorts the answer is still open: no diagram is complete."
-    said = []
-    for arm, part in found[found["arm"].str.startswith(METHOD)].groupby("arm", sort=False):
-        up, down = int((part["low"] > 0).sum()), int((part["high"] < 0).sum())
-        span = f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
-        said.append(f"{arm_title(arm)} better at {up}, worse at {down} of {len(part)} points (differences {span})")
-    names = ", ".join(complete)
-    return f"On generated cohorts with a known truth (diagrams complete: {names}), against NA by 95 % intervals: {'; '.join(said)}."
-
-
-def _sign(simulated: pd.DataFrame) -> str:
-    """Where open gates went."""
-    fast = simulated["arm"].str.startswith("gated_srp@train.gate_lr")  # along the neighbours; controls have other axes
-    rows = simulated[(simulated["metric"] == "mean_beta") & fast]
-    values = pd.to_numeric(rows["value"])
-    if not len(values):
-        return "No run with faster gates is finished."
-    below = int((values < 0).sum())
-    said = f"In {below} of {len(values)} finished runs with faster gates the mean of beta is below zero: there the gates add to what neighbours have in common"
-    return f"{said}, the opposite of removing a redundancy."
 
 
 def _follows(alike: pd.DataFrame) -> str:
@@ -336,32 +349,43 @@ def _follows(alike: pd.DataFrame) -> str:
     )
 
 
+def _rows(path: Path) -> pd.DataFrame:
+    """A table of results; none where no run is finished."""
+    columns = ["cohort", "arm", "seed", "metric", "value"]
+    return pd.read_csv(path, dtype={"seed": str}) if path.is_file() else pd.DataFrame(columns=columns)
+
+
 def _primary(plan: dict, results: pd.DataFrame) -> str:
     """The answer of the stage that the plan claims from, or that there is none yet."""
-    first = next(iter(plan["stages"]))
-    cohort = plan["cohorts"][first["cohort"]]
-    here = results[(results["cohort"] == first["cohort"]) & (results["metric"] == cohort["primary"])]
-    here = here[here["arm"].isin(first["arms"]) & here["seed"].isin(map(str, first["seeds"]))]
-    if len(here) < len(first["arms"]) * len(first["seeds"]):
-        return f"On real tissue the answer is still open: {len(here)} of {len(first['arms']) * len(first['seeds'])} runs of the primary contrast are finished."
-    found = compare_results(here, "na", margin=plan["margin"]).cohorts
+    done, planned = _finished(plan, plan["stages"][0], results)
+    if len(done) < planned:
+        return f"On real tissue the answer is still open: {len(done)} of {planned} runs of the primary contrast are finished."
+    found = compare_results(done, "na", margin=plan["margin"]).cohorts
     return f"On real tissue (BreaKHis, benign or malignant, AUC minus that of NA): {'; '.join(map(_shown, found))}."
 
 
 def _shown(one: Difference) -> str:
     """A difference in words: what the interval allows one to say, and no more."""
-    verdict = ("better" if one.test.mean > 0 else "worse") if one.claimed else "not distinguishable from NA"
     interval = f"{one.test.mean:+.4f}, 95 % interval {one.test.low:+.4f} to {one.test.high:+.4f}"
-    return f"{arm_title(one.arm)} is {', '.join(filter(None, (verdict, one.no_worse)))} ({interval})"
+    equal = f", {one.statistics.ties} of {one.statistics.n} pairs equal" if one.statistics.ties else ""
+    return f"{arm_title(one.arm)} is {_verdict(one)} ({interval}{equal})"
 
 
-def advice(plan: dict, results: pd.DataFrame) -> str:
-    """What open gates gave in the primary contrast: `check` says it where it advises to open them."""
+def _verdict(one: Difference, base: str = "NA") -> str:
+    verdict = ("better" if one.test.mean > 0 else "worse") if one.claimed else f"not distinguishable from {base}"
+    return ", ".join(filter(None, (verdict, one.no_worse)))
+
+
+def advice(plan: dict, results: pd.DataFrame, gates: pd.DataFrame) -> str:
+    """What faster gates did and gave in the primary contrast: `check` says it where it advises to open them."""
     here = results[(results["cohort"] == "breakhis-binary") & (results["metric"] == "macro_auc")]
     fast = "gated_srp@train.gate_lr=10"
     here = here[here["arm"].isin(["na", fast]) & here["seed"].isin(map(str, plan["stages"][0]["seeds"]))]
     (one,) = compare_results(here, "na", margin=plan["margin"]).cohorts
-    return f"on real tissue open gates changed the AUC by {one.test.mean:+.3f} (95 % interval {one.test.low:+.3f} to {one.test.high:+.3f})"
+    gates = gates[(gates["cohort"] == "breakhis-binary") & (gates["arm"] == fast)]
+    left = 100 * (1 - gates[gates["epoch"] == gates["epoch"].max()]["share_identity"].mean())
+    said = f"on real tissue gate_lr 10 let {left:.0f} % of coefficients leave the identity and changed the AUC by {one.test.mean:+.3f}"
+    return f"{said} (95 % interval {one.test.low:+.3f} to {one.test.high:+.3f})"
 
 
 if __name__ == "__main__":
