@@ -135,9 +135,8 @@ class MaskedTransformer(SlideTransformer):
         wanted = wanted.index_select(0, graph.masked)
         found = torch.where(varies, (predicted.float() - wanted).square(), 0.0).mean(0)
         variance = wanted.square().mean()
-        known = (
-            variance > 0
-        )  # a single patch, or means alone masked: nothing can be asked for; both wheres keep gradients finite
+        # A single patch, or means alone masked: nothing can be asked for. Both wheres keep gradients finite.
+        known = variance > 0
         return torch.where(known, found / torch.where(known, variance, 1.0), 1.0)
 
 

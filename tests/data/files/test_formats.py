@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -24,6 +25,7 @@ from factories import (
 
 from gated_srp.data import BagError, bag, read_bag, read_header
 from gated_srp.data.files import containers
+from gated_srp.data.files.siblings import position_files
 from gated_srp.srp.graph import PatchGraph
 
 _BLOCK = np.array([[0, 0], [1, 0], [0, 1], [1, 1]])
@@ -250,6 +252,31 @@ def test_an_index_of_tfrecords_is_not_taken_for_positions(tmp_path):
     slide = make_slide()
     path = write_slideflow(tmp_path, "s", slide)
     np.savez(tmp_path / "s.index.npz", arr_0=slide.cells * 100, locations=slide.cells * 604)
+    with pytest.raises(BagError) as caught:
+        read_bag(path)
+    assert caught.value.kind == "no_coords"
+
+
+def test_positions_are_looked_for_in_all_folders_around_a_file_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = ["f/s.index.npz", "f/s_patches.h5", "f/s.h5", "f/patches/s.h5", "patches/s.h5", "coords/s.npy"]
+    for name in (*found, "f/s.pt", "f/patches/other.h5", "named/coords/s.npz"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    up = [Path("patches/s.h5"), Path("coords/s.npy")]  # the parent of `f` is its own parent, where paths are relative
+    assert list(position_files(Path("f/s.pt"))) == [*map(Path, found), *up]
+    assert list(position_files(tmp_path / "f" / "s.pt")) == [tmp_path / name for name in found]
+    assert list(position_files(Path("patches/s.h5"))) == [Path("coords/s.npy")] * 2  # never its own folder
+    assert list(position_files(Path("f/s.pt"), Path("named"))) == [Path("named/coords/s.npz")]
+
+
+def test_a_name_too_long_for_its_neighbours_is_read_as_any_other(tmp_path):
+    slide = make_slide()
+    path = write_h5(tmp_path / f"{'s' * 250}.h5", features=slide.features, coords=slide.cells * 512)
+    assert read_bag(path).stride == 512
+    with h5py.File(path, "a") as file:
+        del file["coords"]
     with pytest.raises(BagError) as caught:
         read_bag(path)
     assert caught.value.kind == "no_coords"

@@ -44,25 +44,29 @@ class Positions(NamedTuple):
 
 def position_files(path: Path, coords: Path | None = None) -> Iterator[Path]:
     """Existing files that may hold the positions of this bag's patches, the likeliest first; ``coords``: in this folder alone."""
-    return filter(Path.is_file, map(as_stored, _position_places(path, coords)))
+    for place in _position_places(path, coords):
+        file = place if place.isascii() else str(as_stored(place))
+        if os.path.isfile(file):
+            yield Path(file)
 
 
-def _position_places(path: Path, coords: Path | None) -> Iterator[Path]:
-    stem, up = path.stem, path.parent.parent
+def _position_places(path: Path, coords: Path | None) -> Iterator[str]:
+    """As text: every reading of a bag asks for dozens of places, and a `Path` costs more than looking whether a file is there."""
+    stem, home, up = path.stem, path.parent, path.parent.parent
     if coords is not None:
-        homes = (coords, *(coords / folder for folder in _POSITION_FOLDERS))
-        yield from (home / f"{stem}{end}" for home in homes for end in _ENDS)
+        homes = (str(coords), *(os.path.join(coords, folder) for folder in _POSITION_FOLDERS))
+        yield from (os.path.join(here, f"{stem}{end}") for here in homes for end in _ENDS)
         return
-    yield from (path.with_name(f"{stem}.index.npz"), path.with_name(f"{stem}_patches.h5"))
+    yield from (os.path.join(home, f"{stem}.index.npz"), os.path.join(home, f"{stem}_patches.h5"))
     if path.suffix.lower() != ".h5":
-        yield path.with_suffix(".h5")
-    if pair := _PAIRS.get(path.parent.name):
-        yield up / pair / f"{stem}.h5"
-    for level in (path.parent, up, up.parent):
+        yield str(path.with_suffix(".h5"))
+    if pair := _PAIRS.get(home.name):
+        yield os.path.join(up, pair, f"{stem}.h5")
+    for level in (home, up, up.parent):
         for folder in _POSITION_FOLDERS:
-            here = level / folder
-            if here != path.parent:
-                yield from (here / f"{stem}{end}" for end in _ENDS[:4])
+            here = os.path.join(level, folder)
+            if os.path.isdir(here) and Path(here) != home:  # most are not there, and need no look for each file in them
+                yield from (os.path.join(here, f"{stem}{end}") for end in _ENDS[:4])
 
 
 def read_positions(
