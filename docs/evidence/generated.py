@@ -103,9 +103,7 @@ _WHERE = {"0": "foci are single patches", "2": "foci are wider than the window"}
 
 
 def confirmed(plan: dict, results: pd.DataFrame) -> str:
-    """The claims of the plan that asks again with new cohorts, or that they are open."""
-    if len(complete_diagrams(plan, results)) < len(plan["diagrams"]):
-        return "Whether removing by force what neighbours share matters in generated cohorts is being asked again, with more of them."
+    """What the plan that asked again with new cohorts gave: a hint, since no history shows that it came before its results."""
     found = differences(results, plan).set_index(["diagram", "arm", "x", "y"])
     rows = [found.loc[(one["diagram"], one["arm"], str(one["x"]), str(one["y"]))] for one in plan["claims"]]
     said = []
@@ -118,26 +116,17 @@ def confirmed(plan: dict, results: pd.DataFrame) -> str:
         )
         interval = f"95 % interval {row['low']:+.3f} to {row['high']:+.3f}, p {p:.2g} after Holm"
         said.append(f"{words} where {_WHERE[row.name[3]]} ({row['difference']:+.3f}, {interval})")
-    return f"Removing by force what neighbours share (beta 1 for every patch), {len(plan['seeds'])} new generated cohorts per point: {'; '.join(said)}."
+    what = "As a hint, removing by force, behind attention, what neighbours share (beta 1 for every patch)"
+    return f"{what}, {len(plan['seeds'])} new generated cohorts per point: {'; '.join(said)}."
 
 
 def confirmation_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> Iterator[str]:
-    """The plan that asks again: its claims, then all its contrasts and what its gates chose; nothing before it is complete."""
+    """The plan that asked again: its two questions, then all its contrasts and what its gates chose."""
     head, *lines = simulation_lines(plan, results, folder)
     yield head
-    if len(complete_diagrams(plan, results)) < len(plan["diagrams"]):
-        yield "Not complete, and therefore not read.\n"
-        return
     yield f"**{confirmed(plan, results)}**\n"
     yield from lines
-    beta = results[results["metric"] == "mean_beta"].assign(value=lambda one: pd.to_numeric(one["value"]))
-    for arm, part in beta.groupby("arm", sort=False):
-        points = part.groupby(["x", "y"], sort=False)["value"].agg(["mean", "min", "max"])
-        said = (
-            f"{row['mean']:+.2f} ({row['min']:+.2f} to {row['max']:+.2f}) at {x}, {y}"
-            for (x, y), row in points.iterrows()
-        )
-        yield f"Mean beta that gates chose, {arm_title(arm)} (mean, least and greatest cohort): {'; '.join(said)}.\n"
+    yield from _chosen(plan, results)
 
 
 # The plan with a positive control ------------------------------------------------------------------------------------
@@ -163,7 +152,7 @@ class Claim(NamedTuple):
     @property
     def words(self) -> str:
         numbers = f"{self.means[0]:.3f} against {self.means[1]:.3f}, {self.test.mean:+.3f}"
-        return f"{numbers}, 95 % interval {self.test.low:+.3f} to {self.test.high:+.3f}, {self.verdict}"
+        return f"{numbers}, 95 % interval {self.test.low:+.3f} to {self.test.high:+.3f}"
 
 
 def claims_of(plan: dict, results: pd.DataFrame) -> list[Claim]:
@@ -179,6 +168,20 @@ def claims_of(plan: dict, results: pd.DataFrame) -> list[Claim]:
         means = float(first.mean()), float(second.mean())
         found.append((one["diagram"], one["first"], one["second"], at, means, t_test((first - second).to_numpy())))
     return [Claim(*one, p) for one, p in zip(found, holm([one[-1].p for one in found]), strict=True)]
+
+
+def placed(plan: dict, results: pd.DataFrame) -> str:
+    """The claims on where to remove, for a reader in a hurry; that they are open where runs are missing."""
+    if not {one["diagram"] for one in plan["claims"]} <= set(complete_diagrams(plan, results)):
+        return "Whether it matters where one removes what neighbours share is being computed."
+    said = "; ".join(
+        f"{arm_title(one.first)} {_AGAINST[one.verdict]} {arm_title(one.second)} at {one.at} ({one.words})"
+        for one in claims_of(plan, results)
+    )
+    return f"Where one removes what neighbours share, in generated cohorts (AUC): {said}."
+
+
+_AGAINST = {"better": "is better than", "worse": "is worse than", "not distinguishable": "is not distinguishable from"}
 
 
 def place_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> Iterator[str]:

@@ -10,7 +10,16 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from generated import confirmation_lines, confirmed, generated, place_lines, sign, simulated_gates, simulation_lines
+from generated import (
+    confirmation_lines,
+    confirmed,
+    generated,
+    place_lines,
+    placed,
+    sign,
+    simulated_gates,
+    simulation_lines,
+)
 from matplotlib.figure import Figure
 
 from gated_srp.config.reach import FURTHEST, OUTSIDE, Reach
@@ -293,8 +302,8 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
     third = yaml.safe_load((HERE / "pretraining.yaml").read_text(encoding="utf-8"))
     pretrained = _rows(tables / "pretraining.csv")
     controls = yaml.safe_load((HERE / "pretraining_controls.yaml").read_text(encoding="utf-8"))
-    again = read_plan(HERE / "confirmation.yaml"), read_table(tables / "confirmation.csv")
-    placed = read_plan(HERE / "place.yaml"), read_table(tables / "place.csv")
+    again = read_plan(HERE / "confirmation.yaml"), read_table(tables / "confirmation_before.csv")
+    where = read_plan(HERE / "place.yaml"), read_table(tables / "place.csv")
     tissue = yaml.safe_load((HERE / "breakhis_place.yaml").read_text(encoding="utf-8"))
     moved = [_rows(tables / f"breakhis_place{name}.csv") for name in names]
     typical, sure = (math.ceil(2 * (math.atanh(OUTSIDE) / (2 * times * LR) - 1)) for times in (1, FURTHEST))
@@ -324,8 +333,10 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
             few=few(plans[0], real),
             generated=generated(plans[1], simulated),
             confirmed=confirmed(*again),
+            placed=placed(*where),
+            moved=_primary(tissue, moved[0], "Removed from the features, on real tissue"),
             confirmation="\n".join(confirmation_lines(*again, draw)),
-            place="\n".join(place_lines(*placed, draw)),
+            place="\n".join(place_lines(*where, draw)),
             tissue="\n".join(stage_lines(tissue, moved[0], moved[3], draw)),
             tissue_gates="\n".join(gate_lines(moved[1], moved[2])) if len(moved[1]) else "",
             sign=sign(simulated),
@@ -355,13 +366,13 @@ def _rows(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, dtype={"seed": str}) if path.is_file() else pd.DataFrame(columns=columns)
 
 
-def _primary(plan: dict, results: pd.DataFrame) -> str:
+def _primary(plan: dict, results: pd.DataFrame, what: str = "On real tissue") -> str:
     """The answer of the stage that the plan claims from, or that there is none yet."""
     done, planned = _finished(plan, plan["stages"][0], results)
     if len(done) < planned:
-        return f"On real tissue the answer is still open: {len(done)} of {planned} runs of the primary contrast are finished."
+        return f"{what} the answer is still open: {len(done)} of {planned} runs of the primary contrast are finished."
     found = compare_results(done, "na", margin=plan["margin"]).cohorts
-    return f"On real tissue (BreaKHis, benign or malignant, AUC minus that of NA): {'; '.join(map(_shown, found))}."
+    return f"{what} (BreaKHis, benign or malignant, AUC minus that of NA): {'; '.join(map(_shown, found))}."
 
 
 def _shown(one: Difference) -> str:
