@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+from reading import lead, verdict
 
 from gated_srp.models import METHOD, arm_title
 from gated_srp.simulation import KEY, differences, draw_diagram, points_of, reference_of
@@ -72,19 +73,23 @@ def complete_diagrams(plan: dict, results: pd.DataFrame) -> list[str]:
 
 
 def generated(plan: dict, results: pd.DataFrame) -> str:
-    """What the complete diagrams show of Gated SRP with slow and fast gates, all points together."""
+    """What the complete diagrams show: all contrasts with NA, and the span of those of Gated SRP with slow and fast gates."""
     complete = complete_diagrams(plan, results)
     found = differences(results, plan)
     found = found[found["diagram"].isin(complete)]
     if not len(found):
-        return "On generated cohorts the answer is still open: no diagram is complete."
-    said = []
-    for arm, part in found[found["arm"].str.startswith(METHOD)].groupby("arm", sort=False):
-        up, down = int((part["low"] > 0).sum()), int((part["high"] < 0).sum())
-        span = f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
-        said.append(f"{arm_title(arm)} better at {up}, worse at {down} of {len(part)} points (differences {span})")
-    names = ", ".join(complete)
-    return f"On generated cohorts with a known truth (diagrams complete: {names}), against NA by 95 % intervals: {'; '.join(said)}."
+        return "**Generated cohorts: open.** No diagram is complete."
+    up, down = found["low"] > 0, found["high"] < 0
+    spans = (
+        f"{arm_title(arm)} {part['difference'].min():+.3f} to {part['difference'].max():+.3f} ({len(part)} points)"
+        for arm, part in found[found["arm"].str.startswith(METHOD)].groupby("arm", sort=False)
+    )
+    counts = f"{int(up.sum())} better and {int(down.sum())} worse" if (up | down).any() else "none"
+    chance = f"{len(found) / 20:.0f} would by chance alone"
+    return (
+        f"**Generated cohorts with a known truth: {lead(found['difference'] * (up | down))}.** Of {len(found)} contrasts with NA "
+        f"({', '.join(complete)}) the 95 % interval of {counts} excludes zero, where {chance}. Differences: {', '.join(spans)}."
+    )
 
 
 def sign(simulated: pd.DataFrame) -> str:
@@ -145,14 +150,12 @@ class Claim(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        if self.p >= 0.05 or self.test.low <= 0 <= self.test.high:
-            return "not distinguishable"
-        return "better" if self.test.mean > 0 else "worse"
+        return verdict(self.test, self.p)
 
     @property
     def words(self) -> str:
-        numbers = f"{self.means[0]:.3f} against {self.means[1]:.3f}, {self.test.mean:+.3f}"
-        return f"{numbers}, 95 % interval {self.test.low:+.3f} to {self.test.high:+.3f}"
+        numbers = f"{self.means[0]:.3f} against {self.means[1]:.3f}: {self.test.mean:+.3f}"
+        return f"{numbers}, {self.test.low:+.3f} to {self.test.high:+.3f}"
 
 
 def claims_of(plan: dict, results: pd.DataFrame) -> list[Claim]:
@@ -172,16 +175,31 @@ def claims_of(plan: dict, results: pd.DataFrame) -> list[Claim]:
 
 def placed(plan: dict, results: pd.DataFrame) -> str:
     """The claims on where to remove, for a reader in a hurry; that they are open where runs are missing."""
+    what = "Taken from the features, before the first layer, in generated cohorts"
     if not {one["diagram"] for one in plan["claims"]} <= set(complete_diagrams(plan, results)):
-        return "Whether it matters where one removes what neighbours share is being computed."
-    said = "; ".join(
-        f"{arm_title(one.first)} {_AGAINST[one.verdict]} {arm_title(one.second)} at {one.at} ({one.words})"
-        for one in claims_of(plan, results)
-    )
-    return f"Where one removes what neighbours share, in generated cohorts (AUC): {said}."
+        return f"**{what}: open.** It is being computed."
+    claims = claims_of(plan, results)
+    situations: dict[str, list[str]] = {}
+    for one in claims:
+        words = f"{_PLAIN[one.first]} {one.verdict} {_THAN[one.verdict]} {_PLAIN[one.second]} ({one.words})"
+        situations.setdefault(_SITUATION[one.diagram], []).append(words)
+    said = ". ".join(f"{where}: {'; '.join(parts)}" for where, parts in situations.items())
+    against_na = (one.test.mean * (one.verdict != "not distinguishable") for one in claims if one.second == "na")
+    return f"**{what}: {lead(against_na)}.** Means of {int(claims[0].test.df) + 1} cohorts, AUC, difference, 95 % interval. {said}."
 
 
-_AGAINST = {"better": "is better than", "worse": "is worse than", "not distinguishable": "is not distinguishable from"}
+_THAN = {"better": "than", "worse": "than", "not distinguishable": "from"}
+_SITUATION = {  # of the claims, by diagram
+    "place": "Where foci are single patches in a background that varies slowly",
+    "wide": "Where foci are wider than the window and the background hardly goes on from patch to patch",
+}
+_PLAIN = {
+    "na": "NA",
+    "fixed_beta_1": "removal behind attention (`fixed_beta_1`)",
+    "features_beta_1": "removal by force (`features_beta_1`)",
+    "features_gated_srp_from_1": "a gate that starts at removal (`features_gated_srp_from_1`)",
+    "features_gated_srp@train.gate_lr=10": "one that starts at the identity (`features_gated_srp`, gate_lr 10)",
+}
 
 
 def place_lines(plan: dict, results: pd.DataFrame, folder: Path | None) -> Iterator[str]:

@@ -20,14 +20,15 @@ from generated import (
     simulated_gates,
     simulation_lines,
 )
+from masked import control_lines, pretrained, pretraining_lines
 from matplotlib.figure import Figure
+from reading import finished, lead, rows_of
 
 from gated_srp.config.reach import FURTHEST, OUTSIDE, Reach
-from gated_srp.models import METHOD, arm_settings, arm_title, find_arm
+from gated_srp.models import arm_settings, arm_title, find_arm
 from gated_srp.reports.figures import COLOURS, panels, save, tidy
 from gated_srp.simulation import read_plan, read_table
 from gated_srp.study.results import Difference, compare_results
-from gated_srp.study.statistics import holm, paired
 
 HERE = Path(__file__).parent
 STEPS, LR = 400, 2e-4  # of the plan on real tissue, about: 600 to 650 fields train, 16 per step, 10 epochs
@@ -39,10 +40,10 @@ def stage_lines(
     """Per stage of the plan: what is finished, and its reading once it is complete. ``folder``: where its figure is drawn."""
     for stage in plan["stages"]:
         cohort = plan["cohorts"][stage["cohort"]]
-        done, planned = _finished(plan, stage, results)
+        done, planned = finished(plan, stage, results)
         yield f"### {stage['name']}: {stage['cohort']}, {cohort['primary']}, {len(done)} of {planned} runs\n"
         if len(done) < planned:
-            yield "Not complete, and therefore not read.\n"
+            yield f"{_twins(stage, cohort['primary'], results) if 'withdrawn' in stage else 'Not complete, and therefore not read.'}\n"
             continue
         base = stage.get("reference", "na")
         found = compare_results(done.dropna(), base, margin=plan["margin"]).cohorts
@@ -55,29 +56,26 @@ def stage_lines(
             yield f"![Differences to {arm_title(base)}, stage {stage['name']}](evidence/{stem.name}.svg)\n"
 
 
-def _finished(plan: dict, stage: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """The primary metric of a stage's finished runs, and how many are planned."""
-    cohort = plan["cohorts"][stage["cohort"]]
-    units = [
-        f"{seed}_fold{fold}" if "folds" in cohort["settings"] else str(seed)
-        for seed in stage["seeds"]
-        for fold in range(cohort["settings"].get("folds", 1))
-    ]
-    here = results[(results["cohort"] == stage["cohort"]) & (results["metric"] == cohort["primary"])]
-    done = here[here["arm"].isin(stage["arms"]) & here["seed"].isin(units)]
-    return done.assign(value=pd.to_numeric(done["value"])), len(stage["arms"]) * len(units)
+def _twins(stage: dict, metric: str, results: pd.DataFrame) -> str:
+    """Why a stage was withdrawn: what its finished runs differ by from the same runs in the cohort that stands for it."""
+    here = results[results["metric"] == metric].set_index(["arm", "seed"])
+    own, other = (here[here["cohort"] == name]["value"].astype(float) for name in (stage["cohort"], stage["withdrawn"]))
+    apart = (own - other).dropna().abs()
+    apart = apart[apart.index.get_level_values("arm").isin(stage["arms"])]
+    gap = f"{metric} differs by at most {apart.max():.6f}" if apart.max() else f"{metric} is the same to six digits"
+    return f"Withdrawn by an amendment, and not read: in all {len(apart)} runs that are there both one by one and packed ({stage['withdrawn']}), {gap}."
 
 
 def secondary(plan: dict, results: pd.DataFrame) -> str:
     """Line by line the stages, complete by now, that repeat the primary contrast otherwise; hints, as the plan says."""
     said = [
         f"  - {stage['name']} ({found[0].metric}): "
-        + "; ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}, {_verdict(one)}" for one in found)
+        + "; ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}: {_verdict(one)}" for one in found)
         for stage, found in _read(plan, results)
         if stage["arms"] == plan["stages"][0]["arms"]
     ]
     return (
-        "\n".join(["Repeated otherwise, as hints:", *said])
+        "\n".join(["The first line, repeated otherwise:", *said])
         if said
         else "No stage that repeats it otherwise is complete."
     )
@@ -93,21 +91,21 @@ def others(plan: dict, results: pd.DataFrame) -> str:
     found = [one for _, part in stages for one in part]
     claimed = [f"{arm_title(one.arm)} ({one.cohort}, {one.test.mean:+.4f})" for one in found if one.claimed]
     words = f"{len(claimed)} of {len(found)} contrasts are distinguishable from NA{': ' * bool(claimed)}{', '.join(claimed)}"
-    names = ", ".join(dict.fromkeys(arm_title(one.arm) for one in found))
-    return f"Other attentions and controls, as hints ({', '.join(name for name, _ in stages)}; {names}): {words}."
+    names = "; ".join(dict.fromkeys(arm_title(one.arm) for one in found))
+    return f"Other attentions and controls ({names}; stages {', '.join(name for name, _ in stages)}): {words}."
 
 
 def _read(plan: dict, results: pd.DataFrame) -> Iterator[tuple[dict, Sequence[Difference]]]:
     """The complete stages after the first, with their differences."""
     for stage in plan["stages"][1:]:
-        done, planned = _finished(plan, stage, results)
+        done, planned = finished(plan, stage, results)
         if len(done) == planned:
             yield stage, compare_results(done.dropna(), "na", margin=plan["margin"]).cohorts
 
 
 def few(plan: dict, results: pd.DataFrame) -> str:
     """What NA itself reaches on subtypes: where it tells few classes, a missing difference says little."""
-    stages = [(one, *_finished(plan, one, results)) for one in plan["stages"] if "subtypes" in one["name"]]
+    stages = [(one, *finished(plan, one, results)) for one in plan["stages"] if "subtypes" in one["name"]]
     means = [
         f"{done[done['arm'] == 'na']['value'].mean():.2f} ({one['name']})"
         for one, done, all_ in stages
@@ -116,80 +114,6 @@ def few(plan: dict, results: pd.DataFrame) -> str:
     said = ", ".join(dict.fromkeys(means))
     why = "of eight classes, three with too few patients, it tells few, so that a missing difference says little there"
     return f"On subtypes NA itself has a macro F1 of {said}: {why}."
-
-
-def pretraining_lines(plan: dict, results: pd.DataFrame) -> Iterator[str]:
-    """Per stage of the plan on pretraining: what is finished, and its contrasts once it is complete."""
-    for stage in plan["stages"]:
-        metric = plan["cohorts"][stage["cohort"]]["primary"]
-        done, planned = _finished(plan, stage, results)
-        yield f"### {stage['name']}: {stage['cohort']}, {metric}, {len(done)} of {planned} runs\n"
-        if len(done) < planned:
-            yield "Not complete, and therefore not read.\n"
-            continue
-        wide = done.pivot(index="seed", columns="arm", values="value")
-        tests = [paired(wide[one] - wide[other]).corrected for one, other in plan["contrasts"]]
-        adjusted = [*holm([test.p for test in tests[:2]]), *(test.p for test in tests[2:])]
-        yield "| first | second | means | difference (95 % interval) | p (Holm over the first two) | what it shows |\n|---|---|---|---|---|---|"
-        for (one, other), test, p in zip(plan["contrasts"], tests, adjusted, strict=True):
-            interval = f"{test.mean:+.4f} ({test.low:+.4f} to {test.high:+.4f})"
-            decided = p < 0.05 and (test.low > 0 or test.high < 0)
-            words = ("better" if test.mean > 0 else "worse") if decided else "not distinguishable"
-            words += f", no worse by more than {plan['margin']:g}" if test.low > -plan["margin"] else ""
-            names = " | ".join(map(_with_start, (one, other)))
-            yield f"| {names} | {wide[one].mean():.4f}, {wide[other].mean():.4f} | {interval} | {p:.3f} | {words} |"
-        explained = _explained(results, stage["cohort"])
-        spans = ", ".join(f"{_with_start(arm)} {one.min():.3f} to {one.max():.3f}" for arm, one in explained.items())
-        yield f"\nR2 of masked patches on validation, over seeds: {spans}.{_more_explained(plan, explained)}\n"
-
-
-def _explained(results: pd.DataFrame, cohort: str) -> pd.DataFrame:
-    """R2 of masked patches on validation: a row per seed, a column per arm, in the order of the table."""
-    here = results[(results["cohort"] == cohort) & (results["metric"] == "pretraining_r2")]
-    return here.pivot(index="seed", columns="arm", values="value")[list(here["arm"].unique())]
-
-
-def _more_explained(plan: dict, explained: pd.DataFrame) -> str:
-    """The last contrast of the plan, by R2; a hint."""
-    first, second = plan["contrasts"][-1]
-    if not {first, second} <= set(explained):
-        return ""
-    test = paired(explained[first] - explained[second]).corrected
-    said = f" As a hint, {_with_start(first)} minus {_with_start(second)}: {test.mean:+.4f} (95 % interval {test.low:+.4f} to {test.high:+.4f})"
-    return f"{said}, {'which excludes zero' if test.excludes_zero else 'not distinguishable'}."
-
-
-def control_lines(plan: dict, results: pd.DataFrame, before: pd.DataFrame) -> Iterator[str]:
-    """Whether any gate would predict masked patches as well: controls beside the pretrainings of before, once all are finished."""
-    counts = [(stage["name"], *_finished(plan, stage, results)) for stage in plan["stages"]]
-    yield f"{'; '.join(f'{name} {len(done)} of {planned} runs' for name, done, planned in counts)}.\n"
-    if any(len(done) < planned for _, done, planned in counts):
-        yield "Not complete, and therefore not read.\n"
-        return
-    tests = {}
-    for stage in plan["stages"]:
-        known = _explained(before, stage["cohort"]).rename(columns=lambda arm: arm.partition("@")[0])
-        wide = known.join(_explained(results, stage["cohort"]))
-        pairs = [(METHOD, arm) for arm in (*stage["arms"], "na")] + [(arm, "na") for arm in stage["arms"]]
-        for one, other in pairs:
-            tests[stage["cohort"], one, other] = wide[[one, other]].mean(), paired(wide[one] - wide[other]).corrected
-    claims = [key for key in tests if key[1:] == (METHOD, "axis_shuffled")]
-    adjusted = dict(zip(claims, holm([tests[key][1].p for key in claims]), strict=True))
-    yield "| cohort | first | second | mean R2 | difference (95 % interval) | what it shows |\n|---|---|---|---|---|---|"
-    for key, (means, test) in tests.items():
-        p = adjusted.get(key, math.nan)
-        decided = test.excludes_zero and (key not in adjusted or p < 0.05)
-        words = ("better" if test.mean > 0 else "worse") if decided else "not distinguishable"
-        words = f"**{words}** (claim, p {p:.2g} after Holm)" if key in adjusted else f"{words} (hint)"
-        names = " | ".join(arm_title(arm) for arm in key[1:])
-        interval = f"{test.mean:+.4f} ({test.low:+.4f} to {test.high:+.4f})"
-        yield f"| {key[0]} | {names} | {means.iloc[0]:.3f}, {means.iloc[1]:.3f} | {interval} | {words} |"
-    yield ""
-
-
-def _with_start(arm: str) -> str:
-    name, _, start = arm.partition("@train.init=")
-    return f"{arm_title(name)}, {start}" if start else arm_title(name)
 
 
 def _stage_table(found: Sequence[Difference], patients: pd.DataFrame, base: str) -> Iterator[str]:
@@ -300,41 +224,31 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
     real, gates, alike, patients = (pd.read_csv(tables / f"breakhis{name}.csv", dtype={"seed": str}) for name in names)
     simulated = read_table(tables / "simulation.csv")
     third = yaml.safe_load((HERE / "pretraining.yaml").read_text(encoding="utf-8"))
-    pretrained = _rows(tables / "pretraining.csv")
+    pretrained = rows_of(tables / "pretraining.csv")
     controls = yaml.safe_load((HERE / "pretraining_controls.yaml").read_text(encoding="utf-8"))
     again = read_plan(HERE / "confirmation.yaml"), read_table(tables / "confirmation_before.csv")
     where = read_plan(HERE / "place.yaml"), read_table(tables / "place.csv")
     tissue = yaml.safe_load((HERE / "breakhis_place.yaml").read_text(encoding="utf-8"))
-    moved = [_rows(tables / f"breakhis_place{name}.csv") for name in names]
-    typical, sure = (math.ceil(2 * (math.atanh(OUTSIDE) / (2 * times * LR) - 1)) for times in (1, FURTHEST))
-    small = Reach(135, LR, 1.0, 1.0, 64)
+    moved = [rows_of(tables / f"breakhis_place{name}.csv") for name in names]
     parts = (
         (HERE / "page.txt")
         .read_text(encoding="utf-8")
         .format(
-            typical=f"{typical:,}",
-            sure=f"{sure:,}",
-            small=f"{small.beta:.2f}",
-            small_furthest=f"{small.furthest:.2f}",
-            factor=small.factor,
+            answers="\n".join(f"- {one}" for one in answers(tables)),
             steps=STEPS,
             reach=f"{Reach(STEPS, LR, 1.0, 1.0, 64).beta:.2f}",
             reach10=f"{Reach(STEPS, LR, 10.0, 1.0, 64).beta:.2f}",
             pretraining="\n".join(pretraining_lines(third, pretrained)),
-            controls="\n".join(control_lines(controls, _rows(tables / "pretraining_controls.csv"), pretrained)),
+            controls="\n".join(control_lines(controls, rows_of(tables / "pretraining_controls.csv"), pretrained)),
             stages="\n".join(stage_lines(plans[0], real, patients, draw)),
             gates="\n".join(gate_lines(gates, alike)),
             trajectories="\n".join(trajectory_lines(gates, draw)),
             diagrams="\n".join(simulation_lines(plans[1], simulated, draw)),
             simulated_gates="\n".join(simulated_gates(simulated)),
-            primary=_primary(plans[0], real),
             secondary=secondary(plans[0], real),
             others=others(plans[0], real),
             few=few(plans[0], real),
-            generated=generated(plans[1], simulated),
             confirmed=confirmed(*again),
-            placed=placed(*where),
-            moved=_primary(tissue, moved[0], "Removed from the features, on real tissue"),
             confirmation="\n".join(confirmation_lines(*again, draw)),
             place="\n".join(place_lines(*where, draw)),
             tissue="\n".join(stage_lines(tissue, moved[0], moved[3], draw)),
@@ -360,26 +274,26 @@ def _follows(alike: pd.DataFrame) -> str:
     )
 
 
-def _rows(path: Path) -> pd.DataFrame:
-    """A table of results; none where no run is finished."""
-    columns = ["cohort", "arm", "seed", "metric", "value"]
-    return pd.read_csv(path, dtype={"seed": str}) if path.is_file() else pd.DataFrame(columns=columns)
-
-
-def _primary(plan: dict, results: pd.DataFrame, what: str = "On real tissue") -> str:
+def primary(plan: dict, results: pd.DataFrame, what: str = "Real tissue") -> str:
     """The answer of the stage that the plan claims from, or that there is none yet."""
-    done, planned = _finished(plan, plan["stages"][0], results)
+    done, planned = finished(plan, plan["stages"][0], results)
     if len(done) < planned:
-        return f"{what} the answer is still open: {len(done)} of {planned} runs of the primary contrast are finished."
+        return f"**{what}: open.** {len(done)} of {planned} runs of the primary contrast are finished."
     found = compare_results(done, "na", margin=plan["margin"]).cohorts
-    return f"{what} (BreaKHis, benign or malignant, AUC minus that of NA): {'; '.join(map(_shown, found))}."
+    alike: dict[str, list[Difference]] = {}
+    for one in found:
+        alike.setdefault(_verdict(one), []).append(one)
+    said = "; ".join(f"{', '.join(map(_shown, some))}: {verdict}" for verdict, some in alike.items())
+    seeds = len(plan["stages"][0]["seeds"])
+    return (
+        f"**{what}: {lead(one.test.mean * one.claimed for one in found)}.** BreaKHis, benign or malignant, {seeds} seeds, AUC minus that of NA "
+        f"(95 % interval): {said}."
+    )
 
 
 def _shown(one: Difference) -> str:
-    """A difference in words: what the interval allows one to say, and no more."""
-    interval = f"{one.test.mean:+.4f}, 95 % interval {one.test.low:+.4f} to {one.test.high:+.4f}"
-    equal = f", {one.statistics.ties} of {one.statistics.n} pairs equal" if one.statistics.ties else ""
-    return f"{arm_title(one.arm)} is {_verdict(one)} ({interval}{equal})"
+    equal = f"; {one.statistics.ties} of {one.statistics.n} pairs equal" if one.statistics.ties else ""
+    return f"{arm_title(one.arm)} {one.test.mean:+.4f} ({one.test.low:+.4f} to {one.test.high:+.4f}{equal})"
 
 
 def _verdict(one: Difference, base: str = "NA") -> str:
@@ -399,5 +313,47 @@ def advice(plan: dict, results: pd.DataFrame, gates: pd.DataFrame) -> str:
     return f"{said} (95 % interval {one.test.low:+.3f} to {one.test.high:+.3f})"
 
 
+def answers(tables: Path = HERE) -> list[str]:
+    """The page in short: the answers of the plans that claim something, for its top and for the README."""
+    real = yaml.safe_load((HERE / "breakhis.yaml").read_text(encoding="utf-8"))
+    tissue = yaml.safe_load((HERE / "breakhis_place.yaml").read_text(encoding="utf-8"))
+    return [
+        primary(real, rows_of(tables / "breakhis.csv")),
+        generated(read_plan(HERE / "simulation.yaml"), read_table(tables / "simulation.csv")),
+        placed(read_plan(HERE / "place.yaml"), read_table(tables / "place.csv")),
+        primary(tissue, rows_of(tables / "breakhis_place.csv"), "Taken from the features, on real tissue"),
+        pretrained(
+            yaml.safe_load((HERE / "pretraining.yaml").read_text(encoding="utf-8")),
+            rows_of(tables / "pretraining.csv"),
+            yaml.safe_load((HERE / "pretraining_controls.yaml").read_text(encoding="utf-8")),
+            rows_of(tables / "pretraining_controls.csv"),
+        ),
+        few_steps(),
+    ]
+
+
+def few_steps() -> str:
+    """How far gates go in few steps, for 200 slides with the default recipe."""
+    typical, sure = (math.ceil(2 * (math.atanh(OUTSIDE) / (2 * times * LR) - 1)) for times in (1, FURTHEST))
+    small = Reach(135, LR, 1.0, 1.0, 64)
+    return (
+        f"**Few steps: gates hardly open.** A gate starts at zero and moves by about the learning rate per step. 200 slides with the default recipe make "
+        f"{small.steps} steps: the mean of beta gets to about ±{small.beta:.2f}, hardly beyond ±{small.furthest:.2f}, "
+        f"so that the model stays close to the attention under it. "
+        f"Until it leaves ±{OUTSIDE:g} a typical run needs about {typical:,} steps, and one that goes as far as any here {sure:,}. "
+        f"`train.gate_lr` opens gates sooner (there: {small.factor}); the lines above have what that gives."
+    )
+
+
+def readme(text: str, tables: Path = HERE) -> str:
+    """The README with the answers, all but that on pretraining, between its marks."""
+    start, end = "<!-- evidence: docs/evidence/page.py writes this -->\n", "<!-- end of evidence -->"
+    before, _, rest = text.partition(start)
+    lines = (f"- {one}\n" for one in answers(tables) if "Pretraining" not in one)
+    return before + start + "".join(lines) + end + rest.partition(end)[2]
+
+
 if __name__ == "__main__":
     (HERE.parent / "evidence.md").write_text(render(draw=HERE), encoding="utf-8")
+    front = HERE.parents[1] / "README.md"
+    front.write_text(readme(front.read_text(encoding="utf-8")), encoding="utf-8")

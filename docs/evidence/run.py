@@ -88,8 +88,10 @@ def config_of(content: dict, name: str, data: Path, out: Path) -> CohortConfig:
 
 
 def cells_of(content: dict, data: Path, out: Path) -> Iterator[Cell]:
-    """In the order of the plan: stage by stage, seed by seed, arm by arm."""
+    """In the order of the plan: stage by stage, seed by seed, arm by arm; none of a stage that was withdrawn."""
     for stage in content["stages"]:
+        if "withdrawn" in stage:
+            continue
         config = config_of(content, stage["cohort"], data, out)
         yield from plan(config, [Row.of(arm) for arm in stage["arms"]], stage["seeds"])
 
