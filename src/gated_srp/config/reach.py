@@ -78,10 +78,11 @@ class Reach:
 
     def note(self, arm: str) -> Note:
         """For `check`, `train` and `compare`; a warning where they will hardly leave the identity."""
+        known = f"{EVIDENCE}, see docs/evidence.md."
         if not self.short:
-            return Note("note", "reach", f"{arm}: {self}")
+            return Note("note", "reach", f"{arm}: {self}", cure=f"Gates that open need not help: {known}")
         more = f" or train.gate_lr: {self.factor}" if self.factor else ""
-        cure = f"More steps (epochs, a smaller accumulation){more} would let them open. That need not help: {EVIDENCE}, see docs/evidence.md."
+        cure = f"More steps (epochs, a smaller accumulation){more} would let them open. That need not help: {known}"
         return Note("warning", "reach", f"{arm}: {self}; expect most gates to stay at the identity", ("train",), cure)
 
 
