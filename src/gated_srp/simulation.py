@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -281,7 +282,7 @@ def draw_diagram(found: pd.DataFrame, content: Mapping[str, Any], name: str, ste
         axis.set_yticks(range(len(ys)), ys)
         axis.set(
             xlabel=diagram["x"].get("words", diagram["x"]["dial"]),
-            ylabel=diagram["y"].get("words", diagram["y"]["dial"]),
+            ylabel=fill(diagram["y"].get("words", diagram["y"]["dial"]), 11 * len(ys)),  # no longer than the axis is high
         )
         axis.set_title(arm_title(arm), fontsize=9)
     title = (
