@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import yaml
 from generated import (
+    claims_of,
     confirmation_lines,
     confirmed,
     generated,
@@ -311,6 +312,20 @@ def advice(plan: dict, results: pd.DataFrame, gates: pd.DataFrame) -> str:
     left = 100 * (1 - gates[gates["epoch"] == gates["epoch"].max()]["share_identity"].mean())
     said = f"on real tissue gate_lr 10 let {left:.0f} % of coefficients leave the identity and changed the AUC by {one.test.mean:+.3f}"
     return f"{said} (95 % interval {one.test.low:+.3f} to {one.test.high:+.3f})"
+
+
+def removal(plan: dict, simulated: pd.DataFrame, tissue: dict, results: pd.DataFrame) -> str:
+    """What the gate on the features that starts at removal gave in the two plans on place: `check` says it."""
+    arm = "features_gated_srp_from_1"
+    claim = next(one for one in claims_of(plan, simulated) if (one.first, one.second) == (arm, "na"))
+    done, _ = finished(tissue, tissue["stages"][0], results)
+    (real,) = (one for one in compare_results(done, "na", margin=tissue["margin"]).cohorts if one.arm == arm)
+    where = "in generated cohorts whose foci are single patches in a background that varies slowly"
+    return (
+        f"{arm} takes from the features what neighbours share: {where} it changed the AUC of NA by {claim.test.mean:+.3f} "
+        f"(95 % interval {claim.test.low:+.3f} to {claim.test.high:+.3f}), on real tissue (BreaKHis) by {real.test.mean:+.3f} "
+        f"({real.test.low:+.3f} to {real.test.high:+.3f})"
+    )
 
 
 def answers(tables: Path = HERE) -> list[str]:
