@@ -110,6 +110,14 @@ def test_the_words_name_what_the_recipe_does():
     )
 
 
+def test_a_difference_is_told_by_its_sign_and_only_where_it_is_claimed():
+    row = {"mean": 0.9, "difference": 0.2, "claimed": True, "n": 2, "corrected": {"interval": [0.1, 0.3]}}
+    words = "0.90 by x, which is measurably better (+0.2000, 95 % interval +0.1000 to +0.3000, 2 seeds)"
+    assert demo._against(row, "x") == words
+    assert "which is measurably worse (-0.2000" in demo._against({**row, "difference": -0.2}, "x")
+    assert "is not distinguishable from plain attention here" in demo._against({**row, "claimed": False}, "x")
+
+
 def test_the_heatmap_shows_the_first_test_slide_with_foci(tmp_path):
     (tmp_path / "predictions_test_slide.csv").write_text("slide,label\nP003_a,no foci\nP010_a,foci\nP004_a,foci\n")
     assert heatmap_slide(tmp_path) == "P004_a"
@@ -126,7 +134,7 @@ def test_every_step_is_a_command_with_options_that_exist(tmp_path):
 
 
 def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    small = demo._YAML.replace("epochs: 6", "epochs: 1").replace("[na, xsa, diff, gated_srp]", "[na, gated_srp]")
+    small = demo._YAML.replace("epochs: 6", "epochs: 1").replace("[na, xsa, diff, gated_srp, ", "[na, gated_srp, ")
     monkeypatch.setattr(demo, "_YAML", small.replace("[42, 43]", "[42]"))
     monkeypatch.setattr(demo, "generate", lambda home: generate(home, SMALL))
     home = tmp_path / "d"
@@ -138,6 +146,8 @@ def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeyp
         "by plain attention (NA)" in said.output and "is not distinguishable from plain attention here" in said.output
     )
     assert re.search(r"plain attention here \([+-]0\.\d{4}, 1 seed\)\.", said.output)
+    early = r"Removed before the first layer instead, what neighbours share: an AUC of [01]\.\d\d by features_gated_srp_from_1, which is "
+    assert re.search(early, said.output)
     assert "The gates, in the last epoch: mean beta by layer" in said.output
     assert "this puts the focus first: low homogeneity " in said.output
     page = (home / "report.html").read_text()
@@ -145,4 +155,4 @@ def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeyp
     assert f"$ gated-srp compare {home / 'cohort.yaml'}" in said.output
     assert json.loads((home / "check.json").read_text())["must_fix"] is False
     again = CliRunner().invoke(app, ["demo", "-o", str(home)])
-    assert again.exit_code == 0 and "2 finished before, 0 to run" in again.output
+    assert again.exit_code == 0 and "3 finished before, 0 to run" in again.output

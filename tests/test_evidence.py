@@ -34,14 +34,17 @@ def test_every_number_and_statement_of_the_page_is_recomputed_from_the_tables(pa
 
 
 def test_readme_and_check_say_what_the_tables_say(page):
-    from gated_srp.config.reach import EVIDENCE
+    from gated_srp.config.reach import EVIDENCE, REMOVAL
 
     plan = yaml.safe_load((DOCS / "evidence" / "breakhis.yaml").read_text())
     results = pd.read_csv(DOCS / "evidence" / "breakhis.csv", dtype={"seed": str})
     assert page.advice(plan, results, pd.read_csv(DOCS / "evidence" / "breakhis_gates.csv")) == EVIDENCE
+    place = page.read_plan(DOCS / "evidence" / "place.yaml"), page.read_table(DOCS / "evidence" / "place.csv")
+    tissue = yaml.safe_load((DOCS / "evidence" / "breakhis_place.yaml").read_text())
+    assert page.removal(*place, tissue, page.rows_of(DOCS / "evidence" / "breakhis_place.csv")) == REMOVAL
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     assert readme == page.readme(readme), "python docs/evidence/page.py writes it"
-    assert readme.count("- **Real tissue: ") == 1 and "## Speed" in readme
+    assert readme.count("- **Behind attention, on real tissue: ") == 1 and "## Speed" in readme
 
 
 @pytest.mark.parametrize("name", ["breakhis", "breakhis_place", "pretraining", "pretraining_controls"])
@@ -70,9 +73,12 @@ def test_a_stage_is_read_when_all_its_runs_are_finished_and_not_before(page):
     assert "| NA | 0.7000 | 0.8000 | -0.1000" in said and "not distinguishable from x" in said
     partly = "\n".join(page.stage_lines(plan, table[:3]))
     assert "3 of 4 runs" in partly and "not read" in partly and "0.8000" not in partly
-    assert page.primary(plan, table[:3]) == "**Real tissue: open.** 3 of 4 runs of the primary contrast are finished."
+    assert (
+        page.primary(plan, table[:3])
+        == "**Behind attention, on real tissue: open.** 3 of 4 runs of the primary contrast are finished."
+    )
     assert page.primary(plan, table).startswith(
-        "**Real tissue: no difference seen.** BreaKHis, benign or malignant, 2 seeds, AUC minus that of NA"
+        "**Behind attention, on real tissue: no difference seen.** BreaKHis, benign or malignant, 2 seeds, AUC minus that of NA"
     )
     gone = {**plan, "stages": [plan["stages"][0] | {"withdrawn": "twin"}]}
     twins = pd.concat([table[:3], table[:2].assign(cohort="twin", value=[0.7, 0.75])])
@@ -244,14 +250,19 @@ def test_claims_on_where_to_remove_are_paired_by_cohort_and_holm_counts_them_all
     assert f"| features_beta_1 | fixed_beta_1 {shown}" in lines and "- features_gated_srp_from_1: +0.90 (+0.90" in lines
     said = generated.placed(plan, table)
     assert said.startswith(
-        "**Taken from the features, before the first layer, in generated cohorts: a gain.** Means of 3 cohorts"
+        "**Taken from the features, before the first layer, in generated cohorts: a gain.** AUC, means of 3"
     )
     assert (
-        "varies slowly: removal by force (`features_beta_1`) better than NA (0.923 against 0.600: +0.323, +0.261 to"
+        "varies slowly: NA 0.600, removal by force (`features_beta_1`) 0.923 (better: +0.323, 95 % interval +0.261 to"
         in said
     )
-    assert "(`features_gated_srp_from_1`) not distinguishable from NA (" in said
-    assert "goes on from patch to patch: removal by force (`features_beta_1`) better than NA (0.923" in said
+    assert "(`features_gated_srp_from_1`) 0.597 (not distinguishable: -0.003" in said
+    assert "to patch: NA 0.600, removal by force (`features_beta_1`) 0.923 (better" in said
+    assert (
+        "the former, removal by force is better than removal behind attention (`fixed_beta_1`): 0.923, 0.600 (+0.323"
+        in said
+    )
+    assert "is not distinguishable from one that starts at the identity" in said
     assert ": open.** It is being computed." in generated.placed(plan, table.drop(index=0))
     partly = "\n".join(generated.place_lines(plan, table.drop(index=0), None))
     assert "107 of 108 runs" in partly and "Not complete" in partly and "**better**" not in partly
@@ -285,10 +296,13 @@ def test_the_answer_on_generated_cohorts_counts_all_contrasts_and_says_what_chan
     table = pd.DataFrame(rows, columns=[*generated.KEY, "metric", "value"])
     said = generated.generated(plan, table)
     assert said.startswith(
-        "**Generated cohorts with a known truth: a gain.** Of 2 contrasts with NA (toy) the 95 % interval of 1 better and 0 worse"
+        "**Behind attention, in generated cohorts: a gain.** Of 2 contrasts with NA (toy) the 95 % interval of 1 better and 0 worse"
     )
     assert said.endswith("Differences: Gated SRP +0.000 to +0.110 (2 points).")
-    assert generated.generated(plan, table[:-1]) == "**Generated cohorts: open.** No diagram is complete."
+    assert (
+        generated.generated(plan, table[:-1])
+        == "**Behind attention, in generated cohorts: open.** No diagram is complete."
+    )
     assert [page.lead(one) for one in ((0, 0), (0, 1), (-1,), (1, -1))] == [
         "no difference seen",
         "a gain",

@@ -78,7 +78,7 @@ def generated(plan: dict, results: pd.DataFrame) -> str:
     found = differences(results, plan)
     found = found[found["diagram"].isin(complete)]
     if not len(found):
-        return "**Generated cohorts: open.** No diagram is complete."
+        return "**Behind attention, in generated cohorts: open.** No diagram is complete."
     up, down = found["low"] > 0, found["high"] < 0
     spans = (
         f"{arm_title(arm)} {part['difference'].min():+.3f} to {part['difference'].max():+.3f} ({len(part)} points)"
@@ -87,7 +87,7 @@ def generated(plan: dict, results: pd.DataFrame) -> str:
     counts = f"{int(up.sum())} better and {int(down.sum())} worse" if (up | down).any() else "none"
     chance = f"{len(found) / 20:.0f} would by chance alone"
     return (
-        f"**Generated cohorts with a known truth: {lead(found['difference'] * (up | down))}.** Of {len(found)} contrasts with NA "
+        f"**Behind attention, in generated cohorts: {lead(found['difference'] * (up | down))}.** Of {len(found)} contrasts with NA "
         f"({', '.join(complete)}) the 95 % interval of {counts} excludes zero, where {chance}. Differences: {', '.join(spans)}."
     )
 
@@ -154,8 +154,7 @@ class Claim(NamedTuple):
 
     @property
     def words(self) -> str:
-        numbers = f"{self.means[0]:.3f} against {self.means[1]:.3f}: {self.test.mean:+.3f}"
-        return f"{numbers}, {self.test.low:+.3f} to {self.test.high:+.3f}"
+        return f"{self.test.mean:+.3f}, 95 % interval {self.test.low:+.3f} to {self.test.high:+.3f}"
 
 
 def claims_of(plan: dict, results: pd.DataFrame) -> list[Claim]:
@@ -179,22 +178,28 @@ def placed(plan: dict, results: pd.DataFrame) -> str:
     if not {one["diagram"] for one in plan["claims"]} <= set(complete_diagrams(plan, results)):
         return f"**{what}: open.** It is being computed."
     claims = claims_of(plan, results)
-    situations: dict[str, list[str]] = {}
-    for one in claims:
-        words = f"{_PLAIN[one.first]} {one.verdict} {_THAN[one.verdict]} {_PLAIN[one.second]} ({one.words})"
-        situations.setdefault(_SITUATION[one.diagram], []).append(words)
-    said = ". ".join(f"{where}: {'; '.join(parts)}" for where, parts in situations.items())
-    against_na = (one.test.mean * (one.verdict != "not distinguishable") for one in claims if one.second == "na")
-    return f"**{what}: {lead(against_na)}.** Means of {int(claims[0].test.df) + 1} cohorts, AUC, difference, 95 % interval. {said}."
+    against_na = [one for one in claims if one.second == "na"]
+    shown = (one.test.mean * (one.verdict != "not distinguishable") for one in against_na)
+    said = [f"**{what}: {lead(shown)}.** AUC, means of {int(claims[0].test.df) + 1} cohorts."]
+    for diagram, where in _SITUATION.items():
+        here = [one for one in against_na if one.diagram == diagram]
+        arms = (f"{_PLAIN[one.first]} {one.means[0]:.3f} ({one.verdict}: {one.words})" for one in here)
+        said.append(f"{where}: NA {here[0].means[1]:.3f}, {', '.join(arms)}.")
+    rest = (
+        f"{_PLAIN[one.first].partition(' (')[0]} is {one.verdict} {_THAN[one.verdict]} {_PLAIN[one.second]}: "
+        f"{one.means[0]:.3f}, {one.means[1]:.3f} ({one.words})"
+        for one in claims
+        if one.second != "na"
+    )
+    return f"{' '.join(said)} In the former, {'; '.join(rest)}."
 
 
 _THAN = {"better": "than", "worse": "than", "not distinguishable": "from"}
 _SITUATION = {  # of the claims, by diagram
-    "place": "Where foci are single patches in a background that varies slowly",
-    "wide": "Where foci are wider than the window and the background hardly goes on from patch to patch",
+    "place": "Foci of single patches in a background that varies slowly",
+    "wide": "Foci wider than the window in a background that hardly goes on from patch to patch",
 }
 _PLAIN = {
-    "na": "NA",
     "fixed_beta_1": "removal behind attention (`fixed_beta_1`)",
     "features_beta_1": "removal by force (`features_beta_1`)",
     "features_gated_srp_from_1": "a gate that starts at removal (`features_gated_srp_from_1`)",

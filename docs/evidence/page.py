@@ -275,7 +275,7 @@ def _follows(alike: pd.DataFrame) -> str:
     )
 
 
-def primary(plan: dict, results: pd.DataFrame, what: str = "Real tissue") -> str:
+def primary(plan: dict, results: pd.DataFrame, what: str = "Behind attention, on real tissue") -> str:
     """The answer of the stage that the plan claims from, or that there is none yet."""
     done, planned = finished(plan, plan["stages"][0], results)
     if len(done) < planned:

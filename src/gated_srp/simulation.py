@@ -282,7 +282,9 @@ def draw_diagram(found: pd.DataFrame, content: Mapping[str, Any], name: str, ste
         axis.set_yticks(range(len(ys)), ys)
         axis.set(
             xlabel=diagram["x"].get("words", diagram["x"]["dial"]),
-            ylabel=fill(diagram["y"].get("words", diagram["y"]["dial"]), 11 * len(ys)),  # no longer than the axis is high
+            ylabel=fill(
+                diagram["y"].get("words", diagram["y"]["dial"]), 11 * len(ys)
+            ),  # no longer than the axis is high
         )
         axis.set_title(arm_title(arm), fontsize=9)
     title = (

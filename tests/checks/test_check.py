@@ -95,7 +95,7 @@ def test_in_a_mixed_folder_exactly_the_broken_files_are_named_with_a_cure_each(t
     found = check(config, deep=True)
 
     assert len(broken) == 20
-    notes = [note for note in found.notes if note.kind != "reach"]  # of the settings, not of a file
+    notes = [note for note in found.notes if note.kind not in ("reach", "evidence")]  # of the settings, not of a file
     assert {note.where[0]: note.kind for note in notes} == broken
     assert all(note.level == "error" and len(note.where) == 1 for note in notes)
     assert all(note.cure.endswith((".", "hdf5plugin")) and len(note.cure) > 15 for note in notes)
@@ -114,7 +114,7 @@ def test_in_a_mixed_folder_exactly_the_broken_files_are_named_with_a_cure_each(t
         }
     }
     shallow = check(config)
-    named = {note.where[0] for note in shallow.notes if note.kind != "reach"}
+    named = {note.where[0] for note in shallow.notes if note.kind not in ("reach", "evidence")}
     assert named == set(broken) - {str(feats / "broken" / "broken_19.h5")}
 
 

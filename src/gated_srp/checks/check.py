@@ -14,7 +14,7 @@ from gated_srp.checks import findings as found_by
 from gated_srp.checks.survey import FileFacts, reading_seconds, survey, workers_for
 from gated_srp.config.cohort import CohortConfig, CohortData, find_files, open_cohort, preparation
 from gated_srp.config.load import load_config
-from gated_srp.config.reach import gate_reach, trunk_of, unnamed_encoder
+from gated_srp.config.reach import REMOVAL, gate_reach, trunk_of, unnamed_encoder
 from gated_srp.data.files.siblings import embeddings_left_out, look_into, nothing_found
 from gated_srp.data.files.stride import unnamed_source
 from gated_srp.data.prepared import Preparation
@@ -322,13 +322,16 @@ def _about_cost(
 
 
 def _of_gates(data: CohortData, splits: dict[str, Split]) -> Iterator[Note]:
-    """How far the gates of the cohort's own arm can move, in the first split."""
+    """How far the gates of the cohort's own arm can move, in the first split, and what else the evidence advises to compare."""
     config = data.config
     if splits and config.main_arm in ARMS:
         frame = data.with_parts(next(iter(splits.values())))
         bags = int(frame.loc[frame["part"] == "train", config.unit].nunique())
         if bags and (reach := gate_reach(config, bags, config.main_arm)):
             yield reach.note(config.main_arm)
+            if not config.images:
+                ask = "gated-srp compare cohort.yaml --arms na,gated_srp,features_gated_srp_from_1"
+                yield Note("note", "evidence", REMOVAL, cure=f"`{ask}` asks it of your slides; see docs/evidence.md.")
 
 
 def _of_patients(data: CohortData, splits: dict[str, Split], summary: dict[str, Any]) -> Iterator[Note]:

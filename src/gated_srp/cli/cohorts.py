@@ -76,7 +76,7 @@ def schema() -> None:
 def demo(
     output: Annotated[Path, Option("--out", "-o", help="Folder of the demo.")] = Path("gated-srp-demo"),
 ) -> None:
-    """Generate a cohort, compare four attentions on it and write a report; about three minutes. Start it again to go on."""
+    """Generate a cohort, compare five models on it and write a report; about three minutes. Start it again to go on."""
     import shlex
     import time
 
