@@ -112,10 +112,16 @@ def test_the_words_name_what_the_recipe_does():
 
 def test_a_difference_is_told_by_its_sign_and_only_where_it_is_claimed():
     row = {"mean": 0.9, "difference": 0.2, "claimed": True, "n": 2, "corrected": {"interval": [0.1, 0.3]}}
-    words = "0.90 by x, which is measurably better (+0.2000, 95 % interval +0.1000 to +0.3000, 2 seeds)"
-    assert demo._against(row, "x") == words
+    row["bootstrap"] = {"low": 0.15, "high": 0.25}
+    spans = "95 % interval over 2 seeds +0.1000 to +0.3000, over resampled patients +0.1500 to +0.2500"
+    assert demo._against(row, "x") == f"0.90 by x, which is measurably better (+0.2000; {spans})"
     assert "which is measurably worse (-0.2000" in demo._against({**row, "difference": -0.2}, "x")
-    assert "is not distinguishable from plain attention here" in demo._against({**row, "claimed": False}, "x")
+    hint = "which is better over resampled patients, a hint: 2 seeds cannot show it (+0.2000"
+    assert hint in demo._against({**row, "claimed": False}, "x")
+    undecided = {**row, "claimed": False, "bootstrap": {"low": -0.1, "high": 0.3}}
+    assert "is not distinguishable from plain attention here (+0.2" in demo._against(undecided, "x")
+    alone = {**undecided, "n": 1, "corrected": {"interval": [None, None]}}
+    assert "95 % interval over 1 seed no interval, over" in demo._against(alone, "x")
 
 
 def test_the_heatmap_shows_the_first_test_slide_with_foci(tmp_path):
@@ -145,7 +151,9 @@ def test_the_whole_demo_runs_in_small_and_goes_on_where_it_was(tmp_path, monkeyp
     assert (
         "by plain attention (NA)" in said.output and "is not distinguishable from plain attention here" in said.output
     )
-    assert re.search(r"plain attention here \([+-]0\.\d{4}, 1 seed\)\.", said.output)
+    assert re.search(
+        r"plain attention here \([+-]0\.\d{4}; 95 % interval over 1 seed no interval, over resampled", said.output
+    )
     early = r"Removed before the first layer instead, what neighbours share: an AUC of [01]\.\d\d by features_gated_srp_from_1, which is "
     assert re.search(early, said.output)
     assert "The gates, in the last epoch: mean beta by layer" in said.output

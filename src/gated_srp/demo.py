@@ -257,7 +257,8 @@ def outcome(home: Path) -> Iterator[str]:
         f"{_against(rows[METHOD], 'Gated SRP')}."
     )
     if early := rows.get(_EARLY):
-        yield f"Removed before the first layer instead, what neighbours share: an AUC of {_against(early, _EARLY)}; docs/evidence.md asks why."
+        what = "Removed before the first layer instead, what neighbours share"
+        yield f"{what}: an AUC of {_against(early, _EARLY)}. docs/evidence.md asks it of many such cohorts."
     if len(run.gates):
         yield f"The gates, in the last epoch: {gates_moved(run.gates)} (seed 42; maps show the epoch that validation kept)."
     slides = [row["slide"] for row in _with_foci(run.path)][:_SHOWN]
@@ -271,12 +272,19 @@ _EARLY = "features_gated_srp_from_1"  # of the demo by the rule of docs/evidence
 
 
 def _against(row: Mapping[str, Any], name: str) -> str:
-    """What an arm reached, and whether that differs from plain attention."""
-    low, high = row["corrected"]["interval"]
-    span = "" if low is None else f"95 % interval {low:+.4f} to {high:+.4f}, "
-    shown = "is measurably better" if row["difference"] > 0 else "is measurably worse"
-    same = shown if row["claimed"] else "is not distinguishable from plain attention here"
-    return f"{row['mean']:.2f} by {name}, which {same} ({row['difference']:+.4f}, {span}{counted(row['n'], 'seed')})"
+    """What an arm reached, and whether that differs from plain attention: over seeds, which may be too few, and over patients."""
+    seeds, patients = counted(row["n"], "seed"), row.get("bootstrap") or {"low": 0.0, "high": 0.0}
+    (low, high), sides = row["corrected"]["interval"], (patients["low"], patients["high"])
+    better = "better" if row["difference"] > 0 else "worse"
+    if row["claimed"]:
+        shown = f"is measurably {better}"
+    elif sides[0] > 0 or sides[1] < 0:
+        shown = f"is {better} over resampled patients, a hint: {seeds} cannot show it"
+    else:
+        shown = "is not distinguishable from plain attention here"
+    over = f"over {seeds} " + ("no interval" if low is None else f"{low:+.4f} to {high:+.4f}")
+    spans = f"95 % interval {over}, over resampled patients {sides[0]:+.4f} to {sides[1]:+.4f}"
+    return f"{row['mean']:.2f} by {name}, which {shown} ({row['difference']:+.4f}; {spans})"
 
 
 def _map_scores(run: Path, home: Path, truths: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
