@@ -152,7 +152,7 @@ def test_stages_that_repeat_the_contrast_are_summed_up_when_they_are_complete(pa
     table = pd.DataFrame(rows, columns=["cohort", "arm", "seed", "metric", "value"])
     words = "not distinguishable from NA, not shown to be no worse by more than 0.01"
     assert (
-        page.secondary(plan, table) == f"The first line, repeated otherwise:\n  - q (auc): Gated SRP +0.0500: {words}"
+        page.secondary(plan, table) == f"The first line, repeated otherwise:\n    - q (auc): Gated SRP +0.0500: {words}"
     )
     assert page.secondary(plan, table[:-1]) == "No stage that repeats it otherwise is complete."
 

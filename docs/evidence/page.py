@@ -70,7 +70,7 @@ def _twins(stage: dict, metric: str, results: pd.DataFrame) -> str:
 def secondary(plan: dict, results: pd.DataFrame) -> str:
     """Line by line the stages, complete by now, that repeat the primary contrast otherwise; hints, as the plan says."""
     said = [
-        f"  - {stage['name']} ({found[0].metric}): "
+        f"    - {stage['name']} ({found[0].metric}): "
         + "; ".join(f"{arm_title(one.arm)} {one.test.mean:+.4f}: {_verdict(one)}" for one in found)
         for stage, found in _read(plan, results)
         if stage["arms"] == plan["stages"][0]["arms"]
