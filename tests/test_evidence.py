@@ -264,6 +264,11 @@ def test_claims_on_where_to_remove_are_paired_by_cohort_and_holm_counts_them_all
     )
     assert "is not distinguishable from one that starts at the identity" in said
     assert ": open.** It is being computed." in generated.placed(plan, table.drop(index=0))
+    counts = generated.counted_points(plan, table)
+    assert (
+        "(place, wide), intervals" in counts and "features_beta_1 12 above, 0 below of 12 (+0.323 to +0.323)" in counts
+    )
+    assert "fixed_beta_1 0 above, 0 below of 12 (+0.000 to +0.000)" in counts
     partly = "\n".join(generated.place_lines(plan, table.drop(index=0), None))
     assert "107 of 108 runs" in partly and "Not complete" in partly and "**better**" not in partly
     assert "macro_auc, 90 of 90 runs" in partly and "0.923" not in partly.split("### wide")[0]  # the other one is read

@@ -194,6 +194,22 @@ def placed(plan: dict, results: pd.DataFrame) -> str:
     return f"{' '.join(said)} In the former, {'; '.join(rest)}."
 
 
+def counted_points(plan: dict, results: pd.DataFrame) -> str:
+    """Per arm, at how many points of the complete diagrams its interval lies above zero, and at how many below."""
+    complete = complete_diagrams(plan, results)
+    found = differences(results, plan)
+    found = found[found["diagram"].isin(complete)]
+    if not len(found):
+        return "Where to remove: no diagram is complete."
+    said = []
+    for arm, part in found.groupby("arm", sort=False):
+        up, down = int((part["low"] > 0).sum()), int((part["high"] < 0).sum())
+        span = f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
+        said.append(f"{arm_title(arm)} {up} above, {down} below of {len(part)} ({span})")
+    names = ", ".join(complete)
+    return f"Where to remove, all points ({names}), intervals that lie above or below zero: {'; '.join(said)}. One in twenty does by chance."
+
+
 _THAN = {"better": "than", "worse": "than", "not distinguishable": "from"}
 _SITUATION = {  # of the claims, by diagram
     "place": "Foci of single patches in a background that varies slowly",
