@@ -207,7 +207,9 @@ def counted_points(plan: dict, results: pd.DataFrame) -> str:
         span = f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
         said.append(f"{arm_title(arm)} {up} above, {down} below of {len(part)} ({span})")
     names = ", ".join(complete)
-    return f"Where to remove, all points ({names}), intervals that lie above or below zero: {'; '.join(said)}. One in twenty does by chance."
+    where = f"Where to remove, all points ({names}), intervals that lie above or below zero: {'; '.join(said)}. "
+    chance = "One in twenty does by chance; diagrams have seeds in common, so that points at the same dials are the same cohorts."
+    return f"{where}{chance}"
 
 
 _THAN = {"better": "than", "worse": "than", "not distinguishable": "from"}
