@@ -424,7 +424,11 @@ def test_controls_of_pretraining_are_paired_with_the_runs_of_before_and_read_tog
     assert said.startswith(
         "**Pretraining on masked patches: a gain for the diagnosis.** BreaKHis, AUC with minus without it: NA +0.1060 ("
     )
-    assert "from elsewhere: +0.100 (" in said and said.endswith("; better) on demo.")
+    assert (
+        "from elsewhere: +0.100 (" in said
+        and "; better) on demo. As hints, on the demo, Gated SRP minus fixed_beta_1 +0.000 (" in said
+    )
+    assert ", minus local_attention +0.000 (" in said
     assert page.pretrained(parents, trained, plan, table[1:]).endswith("from elsewhere: open.")
     partly = "\n".join(page.control_lines(plan, table[1:], before))
     assert "4 of 5 runs" in partly and "not read" in partly and "0.300" not in partly

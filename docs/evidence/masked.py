@@ -93,7 +93,13 @@ def _controlled(plan: dict, results: pd.DataFrame, before: pd.DataFrame) -> str:
         f"{tests[key][1].mean:+.3f} ({tests[key][1].low:+.3f} to {tests[key][1].high:+.3f}; {verdict(tests[key][1], p)}) on {key[0]}"
         for key, p in adjusted.items()
     ]
-    return f"{what}: {', '.join(said) or 'open'}."
+    hints = [
+        f"{key[2]} {test.mean:+.3f} ({test.low:+.3f} to {test.high:+.3f})"
+        for key, (_, test) in tests.items()
+        if key[0] == "demo" and key[1] == METHOD and key[2] in ("fixed_beta_1", "local_attention")
+    ]
+    more = f" As hints, on the demo, Gated SRP minus {', minus '.join(hints)}." if hints else ""
+    return f"{what}: {', '.join(said) or 'open'}.{more}"
 
 
 def pretrained(plan: dict, results: pd.DataFrame, controls: dict, beside: pd.DataFrame) -> str:
