@@ -319,14 +319,16 @@ def advice(plan: dict, results: pd.DataFrame, gates: pd.DataFrame) -> str:
 def removal(plan: dict, simulated: pd.DataFrame, tissue: dict, results: pd.DataFrame) -> str:
     """What the gate on the features that starts at removal gave in the two plans on place: `check` says it."""
     arm = "features_gated_srp_from_1"
-    claim = next(one for one in claims_of(plan, simulated) if (one.first, one.second) == (arm, "na"))
+    claims = {(one.diagram, one.first): one for one in claims_of(plan, simulated) if one.second == "na"}
+    claim, cost = claims["place", arm], claims["wide", "features_beta_1"]
     done, _ = finished(tissue, tissue["stages"][0], results)
     (real,) = (one for one in compare_results(done, "na", margin=tissue["margin"]).cohorts if one.arm == arm)
     where = "in generated cohorts whose foci are single patches in a background that varies slowly"
     return (
         f"{arm} takes from the features what neighbours share: {where} it changed the AUC of NA by {claim.test.mean:+.3f} "
         f"(95 % interval {claim.test.low:+.3f} to {claim.test.high:+.3f}), on real tissue (BreaKHis) by {real.test.mean:+.3f} "
-        f"({real.test.low:+.3f} to {real.test.high:+.3f})"
+        f"({real.test.low:+.3f} to {real.test.high:+.3f}); where neighbours share the signal, removal by force changed it by {cost.test.mean:+.3f} "
+        f"({cost.test.low:+.3f} to {cost.test.high:+.3f})"
     )
 
 
