@@ -303,7 +303,7 @@ def test_the_answer_on_generated_cohorts_counts_all_contrasts_and_says_what_chan
     assert said.startswith(
         "**Behind attention, in generated cohorts: a gain.** Of 2 contrasts with NA (toy) the 95 % interval of 1 better and 0 worse"
     )
-    assert said.endswith("Differences: Gated SRP +0.000 to +0.110 (2 points).")
+    assert said.endswith("\nDifferences: Gated SRP +0.000 to +0.110 (2 points).")
     assert (
         generated.generated(plan, table[:-1])
         == "**Behind attention, in generated cohorts: open.** No diagram is complete."

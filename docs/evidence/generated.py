@@ -88,7 +88,7 @@ def generated(plan: dict, results: pd.DataFrame) -> str:
     chance = f"{len(found) / 20:.0f} would by chance alone"
     return (
         f"**Behind attention, in generated cohorts: {lead(found['difference'] * (up | down))}.** Of {len(found)} contrasts with NA "
-        f"({', '.join(complete)}) the 95 % interval of {counts} excludes zero, where {chance}. Differences: {', '.join(spans)}."
+        f"({', '.join(complete)}) the 95 % interval of {counts} excludes zero, where {chance}.\nDifferences: {', '.join(spans)}."
     )
 
 
@@ -191,7 +191,7 @@ def placed(plan: dict, results: pd.DataFrame) -> str:
         for one in claims
         if one.second != "na"
     )
-    return f"{' '.join(said)} In the former, {'; '.join(rest)}."
+    return f"{' '.join(said)}\nIn the former, {'; '.join(rest)}."
 
 
 def counted_points(plan: dict, results: pd.DataFrame) -> str:

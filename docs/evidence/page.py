@@ -236,7 +236,7 @@ def render(tables: Path = HERE, draw: Path | None = None) -> str:
         (HERE / "page.txt")
         .read_text(encoding="utf-8")
         .format(
-            answers="\n".join(f"- {one}" for one in answers(tables)),
+            answers="\n".join(f"- {' '.join(one.splitlines())}" for one in answers(tables)),
             steps=STEPS,
             reach=f"{Reach(STEPS, LR, 1.0, 1.0, 64).beta:.2f}",
             reach10=f"{Reach(STEPS, LR, 10.0, 1.0, 64).beta:.2f}",
@@ -333,7 +333,7 @@ def removal(plan: dict, simulated: pd.DataFrame, tissue: dict, results: pd.DataF
 
 
 def answers(tables: Path = HERE) -> list[str]:
-    """The page in short: the answers of the plans that claim something, for its top and for the README."""
+    """The page in short: the answers of the plans that claim something, for its top; the first line of each for the README."""
     real = yaml.safe_load((HERE / "breakhis.yaml").read_text(encoding="utf-8"))
     tissue = yaml.safe_load((HERE / "breakhis_place.yaml").read_text(encoding="utf-8"))
     return [
@@ -358,17 +358,17 @@ def few_steps() -> str:
     return (
         f"**Few steps: gates hardly open.** A gate starts at zero and moves by about the learning rate per step. 200 slides with the default recipe make "
         f"{small.steps} steps: the mean of beta gets to about ±{small.beta:.2f}, hardly beyond ±{small.furthest:.2f}, "
-        f"so that the model stays close to the attention under it. "
+        f"so that the model stays close to the attention under it.\n"
         f"Until it leaves ±{OUTSIDE:g} a typical run needs about {typical:,} steps, and one that goes as far as any here {sure:,}. "
         f"`train.gate_lr` opens gates sooner (there: {small.factor}); the lines above have what that gives."
     )
 
 
 def readme(text: str, tables: Path = HERE) -> str:
-    """The README with the answers, all but that on pretraining, between its marks."""
+    """The README with the answers, shortened and without that on pretraining, between its marks."""
     start, end = "<!-- evidence: docs/evidence/page.py writes this -->\n", "<!-- end of evidence -->"
     before, _, rest = text.partition(start)
-    lines = (f"- {one}\n" for one in answers(tables) if "Pretraining" not in one)
+    lines = (f"- {one.splitlines()[0]}\n" for one in answers(tables) if "Pretraining" not in one)
     return before + start + "".join(lines) + end + rest.partition(end)[2]
 
 
