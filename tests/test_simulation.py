@@ -177,6 +177,24 @@ def test_differences_are_paired_by_seed_with_the_plain_t_interval():
     )
 
 
+def test_a_long_label_of_the_vertical_axis_is_wrapped_to_the_axis(tmp_path, monkeypatch):
+    toy = PLAN["diagrams"]["toy"] | {
+        "y": {"dial": "strength", "values": [1.5, 3], "words": "strength of the foci (standard deviations)"}
+    }
+    columns = ["diagram", "x", "y", "arm", "difference", "low", "high", "n"]
+    rows = [("toy", "0.5", y, toy["arms"][1], 0.1, 0.05, 0.15, 2) for y in ("1.5", "3")]
+    drawn = []
+    monkeypatch.setattr(
+        "gated_srp.reports.figures.save", lambda figure, stem, title: drawn.append((figure.axes, title)) or []
+    )
+    simulation.draw_diagram(
+        pd.DataFrame(rows, columns=columns), PLAN | {"diagrams": {"toy": toy}}, "toy", tmp_path / "toy"
+    )
+    (axis,), title = drawn[0]
+    assert axis.get_ylabel() == "strength of the foci\n(standard deviations)"
+    assert axis.texts[0].get_text() == "+0.100\n(+0.050 to\n+0.150)" and "difference to NA, macro_auc" in title
+
+
 def test_a_diagram_may_have_a_reference_of_its_own():
     toy = PLAN["diagrams"]["toy"]
     plan = PLAN | {"diagrams": {"toy": toy | {"reference": toy["arms"][1]}}}

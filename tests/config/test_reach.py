@@ -13,7 +13,7 @@ from training.toy_cohorts import write_cohort
 import gated_srp
 from gated_srp.config import load_config
 from gated_srp.config.cohort import TrainConfig
-from gated_srp.config.reach import Reach, gate_reach, gates_moved, unnamed_encoder
+from gated_srp.config.reach import REMOVAL, Reach, gate_reach, gates_moved, unnamed_encoder
 from gated_srp.models import arm_settings, find_arm
 from gated_srp.simulation import KEY, points_of, read_plan, read_table
 from gated_srp.srp import PatchGraph, SignedGate
@@ -127,7 +127,14 @@ def test_what_gates_did_is_told_of_the_last_epoch():
 @pytest.mark.slow
 def test_check_train_and_compare_say_before_how_far_gates_can_move_and_after_how_far_they_did(tmp_path):
     yaml = write_cohort(tmp_path, slides=16, train={"epochs": 1, "accumulation": 8})
-    (note,) = [one for one in gated_srp.check(yaml).notes if one.kind == "reach"]
+    (note,), (advice,) = (
+        [one for one in gated_srp.check(yaml).notes if one.kind == kind] for kind in ("reach", "evidence")
+    )
+    assert (
+        advice.level == "note"
+        and advice.what == REMOVAL
+        and "features_gated_srp_from_1` asks it of your slides" in advice.cure
+    )
     assert (
         note.level == "warning"
         and "2 steps at lr 0.001, gate_lr 1: the mean of beta typically goes to about ±0.00, hardly beyond ±0.02, of ±1"
