@@ -72,16 +72,24 @@ def complete_diagrams(plan: dict, results: pd.DataFrame) -> list[str]:
     ]
 
 
+def _complete_differences(plan: dict, results: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
+    """The complete diagrams, and the differences at all their points."""
+    complete, found = complete_diagrams(plan, results), differences(results, plan)
+    return complete, found[found["diagram"].isin(complete)]
+
+
+def _span(part: pd.DataFrame) -> str:
+    return f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
+
+
 def generated(plan: dict, results: pd.DataFrame) -> str:
     """What the complete diagrams show: all contrasts with NA, and the span of those of Gated SRP with slow and fast gates."""
-    complete = complete_diagrams(plan, results)
-    found = differences(results, plan)
-    found = found[found["diagram"].isin(complete)]
+    complete, found = _complete_differences(plan, results)
     if not len(found):
         return "**Behind attention, in generated cohorts: open.** No diagram is complete."
     up, down = found["low"] > 0, found["high"] < 0
     spans = (
-        f"{arm_title(arm)} {part['difference'].min():+.3f} to {part['difference'].max():+.3f} ({len(part)} points)"
+        f"{arm_title(arm)} {_span(part)} ({len(part)} points)"
         for arm, part in found[found["arm"].str.startswith(METHOD)].groupby("arm", sort=False)
     )
     counts = f"{int(up.sum())} better and {int(down.sum())} worse" if (up | down).any() else "none"
@@ -196,16 +204,13 @@ def placed(plan: dict, results: pd.DataFrame) -> str:
 
 def counted_points(plan: dict, results: pd.DataFrame) -> str:
     """Per arm, at how many points of the complete diagrams its interval lies above zero, and at how many below."""
-    complete = complete_diagrams(plan, results)
-    found = differences(results, plan)
-    found = found[found["diagram"].isin(complete)]
+    complete, found = _complete_differences(plan, results)
     if not len(found):
         return "Where to remove: no diagram is complete."
     said = []
     for arm, part in found.groupby("arm", sort=False):
         up, down = int((part["low"] > 0).sum()), int((part["high"] < 0).sum())
-        span = f"{part['difference'].min():+.3f} to {part['difference'].max():+.3f}"
-        said.append(f"{arm_title(arm)} {up} above, {down} below of {len(part)} ({span})")
+        said.append(f"{arm_title(arm)} {up} above, {down} below of {len(part)} ({_span(part)})")
     names = ", ".join(complete)
     where = f"Where to remove, all points ({names}), intervals that lie above or below zero: {'; '.join(said)}. "
     chance = "One in twenty does by chance; diagrams have seeds in common, so that points at the same dials are the same cohorts."

@@ -59,13 +59,22 @@ def stage_lines(
 
 
 def _twins(stage: dict, metric: str, results: pd.DataFrame) -> str:
-    """Why a stage was withdrawn: what its finished runs differ by from the same runs in the cohort that stands for it."""
-    here = results[results["metric"] == metric].set_index(["arm", "seed"])
-    own, other = (here[here["cohort"] == name]["value"].astype(float) for name in (stage["cohort"], stage["withdrawn"]))
-    apart = (own - other).dropna().abs()
-    apart = apart[apart.index.get_level_values("arm").isin(stage["arms"])]
-    gap = f"{metric} differs by at most {apart.max():.6f}" if apart.max() else f"{metric} is the same to six digits"
-    return f"Withdrawn by an amendment, and not read: in all {len(apart)} runs that are there both one by one and packed ({stage['withdrawn']}), {gap}."
+    """Why a stage was withdrawn: what its finished runs differ by from the same runs in the cohort that stands for it, in every metric."""
+    here = results[results["arm"].isin(stage["arms"])].set_index(["arm", "seed", "metric"])
+    own, other = (
+        pd.to_numeric(here[here["cohort"] == name]["value"]) for name in (stage["cohort"], stage["withdrawn"])
+    )
+    apart = (own - other).dropna().abs().round(6)  # one of the tables was written with six digits
+    runs, most = len(apart.xs(metric, level="metric")), apart.groupby("metric", sort=False).max()
+    gap = f"differs by at most {most[metric]:.6f}" if most[metric] else "is the same to six digits"
+    said = f"Withdrawn by an amendment, and not read: in all {runs} runs that are there both one by one and packed ({stage['withdrawn']}), {metric} {gap}."
+    moved = apart[apart > 1e-5].reset_index()  # more than a last digit
+    moved = moved[moved["metric"] != metric]
+    if not len(moved):
+        return said
+    others = ", ".join(f"{name} {most[name]:.4f}" for name in moved["metric"].unique())
+    count = len(moved[["arm", "seed"]].drop_duplicates())
+    return f"{said} Rounding moves other metrics in {count} of them, by at most: {others}."
 
 
 def secondary(plan: dict, results: pd.DataFrame) -> str:
@@ -327,8 +336,8 @@ def removal(plan: dict, simulated: pd.DataFrame, tissue: dict, results: pd.DataF
     return (
         f"{arm} takes from the features what neighbours share: {where} it changed the AUC of NA by {claim.test.mean:+.3f} "
         f"(95 % interval {claim.test.low:+.3f} to {claim.test.high:+.3f}), on real tissue (BreaKHis) by {real.test.mean:+.3f} "
-        f"({real.test.low:+.3f} to {real.test.high:+.3f}); where neighbours share the signal, removal by force changed it by {cost.test.mean:+.3f} "
-        f"({cost.test.low:+.3f} to {cost.test.high:+.3f})"
+        f"({real.test.low:+.3f} to {real.test.high:+.3f}); in generated cohorts whose neighbours share the signal "
+        f"removal by force changed it by {cost.test.mean:+.3f} ({cost.test.low:+.3f} to {cost.test.high:+.3f})"
     )
 
 
@@ -358,7 +367,7 @@ def few_steps() -> str:
     return (
         f"**Few steps: gates hardly open.** A gate starts at zero and moves by about the learning rate per step. 200 slides with the default recipe make "
         f"{small.steps} steps: the mean of beta gets to about ±{small.beta:.2f}, hardly beyond ±{small.furthest:.2f}, "
-        f"so that the model stays close to the attention under it.\n"
+        f"so that the model stays close to the attention under it; `gated-srp check` says it for your cohort.\n"
         f"Until it leaves ±{OUTSIDE:g} a typical run needs about {typical:,} steps, and one that goes as far as any here {sure:,}. "
         f"`train.gate_lr` opens gates sooner (there: {small.factor}); the lines above have what that gives."
     )

@@ -273,17 +273,17 @@ _EARLY = "features_gated_srp_from_1"  # of the demo by the rule of docs/evidence
 
 def _against(row: Mapping[str, Any], name: str) -> str:
     """What an arm reached, and whether that differs from plain attention: over seeds, which may be too few, and over patients."""
-    seeds, patients = counted(row["n"], "seed"), row.get("bootstrap") or {"low": 0.0, "high": 0.0}
-    (low, high), sides = row["corrected"]["interval"], (patients["low"], patients["high"])
+    seeds, (low, high) = counted(row["n"], "seed"), row["corrected"]["interval"]
+    patients = row["bootstrap"]  # `compare` draws it unless it is told not to
     better = "better" if row["difference"] > 0 else "worse"
     if row["claimed"]:
         shown = f"is measurably {better}"
-    elif sides[0] > 0 or sides[1] < 0:
+    elif patients["low"] > 0 or patients["high"] < 0:
         shown = f"is {better} over resampled patients, a hint: {seeds} cannot show it"
     else:
         shown = "is not distinguishable from plain attention here"
     over = f"over {seeds} " + ("no interval" if low is None else f"{low:+.4f} to {high:+.4f}")
-    spans = f"95 % interval {over}, over resampled patients {sides[0]:+.4f} to {sides[1]:+.4f}"
+    spans = f"95 % interval {over}, over resampled patients {patients['low']:+.4f} to {patients['high']:+.4f}"
     return f"{row['mean']:.2f} by {name}, which {shown} ({row['difference']:+.4f}; {spans})"
 
 

@@ -26,7 +26,7 @@ EVIDENCE = "on real tissue gate_lr 10 let 24 % of coefficients leave the identit
 REMOVAL = (
     "features_gated_srp_from_1 takes from the features what neighbours share: in generated cohorts whose foci are single patches in a background that varies "
     "slowly it changed the AUC of NA by +0.284 (95 % interval +0.206 to +0.362), on real tissue (BreaKHis) by -0.011 (-0.047 to +0.025); "
-    "where neighbours share the signal, removal by force changed it by -0.099 (-0.131 to -0.066)"
+    "in generated cohorts whose neighbours share the signal removal by force changed it by -0.099 (-0.131 to -0.066)"
 )
 FURTHEST = 4  # times the logit of ``beta``: more than in any of those runs, whose median is about 1
 _FACTORS = (2, 3, 5, 10, 20, 30, 50, 100)
